@@ -1,0 +1,143 @@
+"""What an engine remembers between requests, per tenant: entries, documents, static prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from cachetools import LRUCache
+
+from rag_kvcache.engine.plan import Plan, Planner, Step
+from rag_kvcache.keys import KeyRing, TokenChain, TokenIds, text_digest, tokens_digest
+from rag_kvcache.model.arena import Arena
+from rag_kvcache.prompt.cut import Layout
+from rag_kvcache.prompt.locate import Locator
+from rag_kvcache.prompt.registry import KnownDocuments
+from rag_kvcache.prompt.static import StaticPrefixes
+from rag_kvcache.segment import Document, Reason, SegmentKind
+from rag_kvcache.settings import Settings
+from rag_kvcache.tiers import Entry, Levels, MemoryTier, NullTier
+
+_MAX_TENANTS = 1024  # tenants whose static prompts are remembered; those of an evicted one are learnt anew
+
+
+class Memory:
+    """The engine's state. Its entries are thread-safe; learning happens under the model's lock.
+
+    timer: clock in seconds for expiry, injected by tests.
+    """
+
+    def __init__(
+        self, settings: Settings, tokenizer_fingerprint: bytes, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer_fingerprint
+        self.documents = KnownDocuments(settings.known_documents)
+        self._statics: LRUCache[str | None, StaticPrefixes] = LRUCache(_MAX_TENANTS)
+        on = settings.levels
+        self.levels = Levels(
+            static=MemoryTier(settings.static_max_bytes, timer=timer) if "static" in on else NullTier(),
+            document=MemoryTier(
+                settings.max_bytes, max_entries=settings.max_entries, ttl_s=settings.ttl_s, timer=timer
+            )
+            if "document" in on
+            else NullTier(),
+        )
+
+    def planner(self, model_fingerprint: bytes, tenant: str, bytes_per_token: int) -> Planner:
+        """Plans over this memory for one tenant and the model as it is now."""
+        return Planner(
+            levels=self.levels,
+            keys=lambda kind: self._keyring(model_fingerprint, tenant, kind),
+            bytes_per_token=bytes_per_token,
+            cache_history=self._settings.cache_history,
+        )
+
+    def locator(self, documents: Sequence[Document], tenant: str) -> Locator:
+        """Searches for the given documents, or without any for all the tenant is known to have."""
+        if documents:
+            self.documents.remember(documents, tenant)
+            return Locator(documents)
+        return self.documents.locator(tenant)
+
+    def static_tokens(self, planner: Planner, ids: TokenIds, layout: Layout, tenant: str) -> int:
+        """How many of the prompt's first tokens are static, after learning from this prompt too."""
+        if "static" not in self._settings.levels:
+            return 0
+        prefix = self._static_of(tenant).observe(ids, layout.head, tokens_digest(ids[layout.tail :]))
+        for retired in prefix.retired:
+            key = planner.keys(SegmentKind.STATIC).key(TokenChain().digest(), tokens_digest(retired))
+            self.levels.discard(partial(_is_static, key))
+        return min(prefix.tokens, len(ids))
+
+    def name_static(self, ids: TokenIds, tenant: str) -> None:
+        """The user says that prompts begin with these tokens."""
+        if len(ids):
+            self._static_of(tenant).name(ids)
+
+    def store(self, plan: Plan, planner: Planner, ids: TokenIds, arena: Arena, tenant: str) -> Plan:
+        """Keep what was built. Last segments first: so the least recently used end of a chain goes first."""
+        done = [self._stored(step, planner, ids, arena, tenant) for step in reversed(plan.steps)]
+        return replace(plan, steps=tuple(reversed(done)))
+
+    def invalidate(self, target: Document | str | None, tenant: str) -> int:
+        """Drop what holds, or was computed behind, a document (by text or id); None drops all. How many."""
+        if target is None:
+            self.documents.forget(tenant)
+            self._statics.pop(self._scope(tenant), None)
+            return self.levels.discard(lambda e: e.tenant in (tenant, self._scope(tenant)))
+        text, label = (target.text, target.id) if isinstance(target, Document) else (target, target)
+        self.documents.forget(tenant, text=text, label=label)
+        digest = text_digest(text)
+
+        def holds(entry: Entry) -> bool:
+            marks = entry.documents
+            return entry.tenant == tenant and any(
+                d.text_digest == digest or (label is not None and d.label == label) for d in marks
+            )
+
+        return self.levels.discard(holds)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.levels.discard(lambda entry: True)
+
+    def _stored(self, step: Step, planner: Planner, ids: TokenIds, arena: Arena, tenant: str) -> Step:
+        s = step.segment
+        if step.entry is not None:
+            self.levels.find(s.kind, step.key)  # touched again, in this order
+        if not step.store:
+            return step
+        entry = Entry(
+            key=step.key,
+            fingerprint=planner.keys(s.kind).fingerprint,
+            tenant=self._scope(tenant) if s.kind == SegmentKind.STATIC else tenant,
+            prefix_digest=step.prefix_digest,
+            text_digest=s.text_digest,
+            kind=s.kind,
+            start=s.start,
+            token_ids=ids[s.start : s.stop].copy(),
+            planes=arena.take(s.start, s.stop),
+            documents=step.documents,
+        )
+        return step if self.levels.keep(entry) else replace(step, store=False, reason=Reason.STORE_FAULT)
+
+    def _keyring(self, model_fingerprint: bytes, tenant: str, kind: SegmentKind) -> KeyRing:
+        owner = self._scope(tenant) if kind == SegmentKind.STATIC else tenant
+        return KeyRing(model_fingerprint, self._tokenizer, owner)
+
+    def _scope(self, tenant: str) -> str | None:
+        """Who owns a tenant's static prompts: None when all tenants share them."""
+        return None if self._settings.static_scope == "global" else tenant
+
+    def _static_of(self, tenant: str) -> StaticPrefixes:
+        scope = self._scope(tenant)
+        if scope not in self._statics:
+            self._statics[scope] = StaticPrefixes()
+        return self._statics[scope]
+
+
+def _is_static(key: bytes, entry: Entry) -> bool:
+    return entry.key == key and entry.kind == SegmentKind.STATIC

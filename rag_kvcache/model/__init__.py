@@ -1,0 +1,1 @@
+"""The version layer over transformers: nothing outside this package imports it."""

@@ -1,0 +1,150 @@
+"""One preallocated KV cache per request, on transformers' cache classes.
+
+Stored segments are copied in once, then the model appends behind them in place: no concatenation per
+step, and nothing shared with stored entries. Every layer is kept at full length, also those with a
+sliding window (whose default cache drops what stored segments still need); the attention mask alone
+keeps a local layer local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+Planes = tuple[torch.Tensor, ...]
+"""KV of a run of tokens: per plane a tensor [slots, kv_heads, tokens, head_dim]."""
+
+
+@dataclass(frozen=True)
+class PlaneSpec:
+    """All keys and values of the same shape, in one tensor, so that a segment moves in one copy.
+
+    slots: which (layer index, "k" or "v") stands at each index of the tensor's first dimension.
+    """
+
+    slots: tuple[tuple[int, str], ...]
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """An uninitialised plane [slots, heads, tokens, dim]."""
+        return torch.empty(
+            (len(self.slots), self.heads, tokens, self.dim), dtype=self.dtype, device=self.device
+        )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The KV shapes of a model, layer by layer, grouped into planes."""
+
+    layers: int
+    planes: tuple[PlaneSpec, ...]
+
+    @classmethod
+    def of(cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Self:
+        """From one forward's keys and values per layer, each [1, heads, tokens, dim]."""
+        groups: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
+        for layer, pair in enumerate(zip(keys, values, strict=True)):
+            for name, t in zip("kv", pair, strict=True):
+                groups.setdefault((t.shape[1], t.shape[3], t.dtype, t.device), []).append((layer, name))
+        return cls(len(keys), tuple(PlaneSpec(tuple(s), h, d, t, v) for (h, d, t, v), s in groups.items()))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes, all layers together."""
+        return sum(len(p.slots) * p.heads * p.dim * p.dtype.itemsize for p in self.planes)
+
+
+class ArenaLayer(CacheLayerMixin):
+    """One layer's view of an arena: keys and values [1, heads, capacity, dim], ``length`` of them filled."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+        self.length = 0
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the arena is allocated at once."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``key_states``/``value_states`` [1, heads, new, dim]; returns all that is filled."""
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        self.keys[:, :, start : self.length].copy_(key_states)
+        self.values[:, :, start : self.length].copy_(value_states)
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(KV length including the coming queries, offset 0)."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens filled."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Unbounded as far as transformers is concerned: capacity covers what is asked for."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.24
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens (transformers passes a negative count)."""
+        self.length -= min(self.length, abs(tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+
+
+class Arena:
+    """KV for one sequence of at most ``capacity`` tokens, batch size 1.
+
+    Contract: tokens [0, length) are filled; ``place`` appends a stored segment, the model appends what
+    it computes, ``take`` copies a run out. What is taken shares no storage with the arena.
+    """
+
+    def __init__(self, geometry: Geometry, capacity: int) -> None:
+        self.capacity = capacity
+        self._planes = tuple(spec.empty(capacity) for spec in geometry.planes)
+        views: list[dict[str, torch.Tensor]] = [{} for _ in range(geometry.layers)]
+        for spec, plane in zip(geometry.planes, self._planes, strict=True):
+            for index, (layer, name) in enumerate(spec.slots):
+                views[layer][name] = plane[index].unsqueeze(0)
+        self._layers = [ArenaLayer(view["k"], view["v"]) for view in views]
+        self.cache = Cache(layers=list(self._layers))
+
+    @property
+    def length(self) -> int:
+        """Tokens filled, the same in all layers."""
+        return self._layers[0].length
+
+    def place(self, planes: Planes, tokens: int) -> None:
+        """Append the first ``tokens`` tokens of a stored segment: one copy per plane."""
+        start = self.length
+        for mine, stored in zip(self._planes, planes, strict=True):
+            mine[:, :, start : start + tokens].copy_(stored[:, :, :tokens])
+        for layer in self._layers:
+            layer.length = start + tokens
+
+    def take(self, start: int, stop: int) -> Planes:
+        """Copies of tokens [start, stop), each a fresh contiguous tensor without grad."""
+        return tuple(
+            plane[:, :, start:stop].detach().clone(memory_format=torch.contiguous_format)
+            for plane in self._planes
+        )

@@ -1,0 +1,208 @@
+"""A causal language model as the engine sees it: arenas, generation, identity."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+
+from rag_kvcache.errors import ConfigurationError, RequestError, UnsupportedModelError
+from rag_kvcache.keys import TokenIds
+from rag_kvcache.model.arena import Arena, Geometry
+from rag_kvcache.model.compat import cache_keyword
+from rag_kvcache.model.fingerprint import model_fingerprint, weights_version
+from rag_kvcache.model.guard import evaluating, lock_of
+from rag_kvcache.model.probe import probe
+from rag_kvcache.model.support import context_window, exact_limit
+
+OnToken = Callable[[int], bool]
+"""Called with each new token id, from the generating thread; returns True to stop."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to choose tokens. None leaves a choice to the model's own generation config.
+
+    temperature: 0 is greedy, more samples. extra: further ``GenerationConfig`` fields.
+    """
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LanguageModel:
+    """Wraps the user's model without changing it.
+
+    Contract: hold ``lock`` around ``prepare``, ``generate`` and ``prefill``.
+
+    Raises UnsupportedModelError when the model is no decoder-only generator.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
+            raise ConfigurationError(
+                f"model must be a transformers model that can generate, not {type(model).__name__}; "
+                "to load one by name use Engine.from_pretrained(name)"
+            )
+        if model.config.is_encoder_decoder:
+            raise UnsupportedModelError("encoder-decoder models are not supported: use a decoder-only model")
+        self.model = model
+        self.lock = lock_of(model)
+        self._cache_keyword = cache_keyword(model)
+        with self.lock:
+            probed = probe(model)
+            self._weights_version = weights_version(model)
+            self.fingerprint = model_fingerprint(model)
+        self.geometry: Geometry | None = probed.geometry
+        self.support_reason = probed.reason
+        self.exact_limit = exact_limit(model.config)
+
+    @property
+    def name(self) -> str:
+        """The hub id or folder it was loaded from."""
+        return self.model.config._name_or_path or type(self.model).__name__
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the weights, e.g. "float32"."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def context_window(self, tokenizer_limit: int) -> int:
+        """Longest sequence in tokens."""
+        return context_window(self.model.config, tokenizer_limit)
+
+    def refresh_if_changed(self) -> None:
+        """Take the fingerprint again when tensors were written in place or adapters switched."""
+        if (version := weights_version(self.model)) != self._weights_version:
+            self._weights_version = version
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take the fingerprint again."""
+        self.fingerprint = model_fingerprint(self.model)
+
+    def generation_config(self, decoding: Decoding) -> GenerationConfig:
+        """The model's own generation config with the request's choices on top.
+
+        Raises RequestError for fields that transformers does not know or refuses.
+        """
+        config = copy.deepcopy(self.model.generation_config)
+        unknown = config.update(**decoding.extra)
+        if unknown:
+            raise RequestError(f"unknown generation settings: {', '.join(sorted(unknown))}")
+        # A length limit of the model's own config would compete with max_new_tokens.
+        config.max_length, config.max_new_tokens = None, decoding.max_new_tokens
+        config.cache_implementation = None
+        if decoding.temperature is not None:
+            config.do_sample = decoding.temperature > 0
+            config.temperature = decoding.temperature
+        if decoding.top_p is not None and decoding.temperature != 0:
+            config.do_sample, config.top_p = True, decoding.top_p
+        if not config.do_sample:
+            config.temperature = config.top_p = config.top_k = None
+        if config.pad_token_id is None and config.eos_token_id is not None:
+            eos = config.eos_token_id
+            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+        if (config.num_return_sequences or 1) > 1:
+            raise RequestError("num_return_sequences > 1 is not supported: make one request each")
+        try:
+            config.validate()
+        except ValueError as e:
+            raise RequestError(f"wrong generation settings: {e}") from None
+        return config
+
+    def can_continue(self, config: GenerationConfig) -> bool:
+        """Whether this way of decoding accepts a cache that already holds a prefix.
+
+        Beam search multiplies the cache, assisted decoding feeds the whole prompt again: neither does.
+        """
+        mode = config.get_generation_mode()
+        return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and config.use_cache is not False
+
+    def eos_ids(self, config: GenerationConfig) -> frozenset[int]:
+        """Ids that end a sequence."""
+        eos = config.eos_token_id
+        return frozenset() if eos is None else frozenset(np.atleast_1d(np.asarray(eos)).tolist())
+
+    def new_arena(self, capacity: int) -> Arena:
+        """An empty arena for ``capacity`` tokens."""
+        if self.geometry is None:
+            raise UnsupportedModelError(self.support_reason)
+        return Arena(self.geometry, capacity)
+
+    def generate(
+        self, ids: TokenIds, arena: Arena | None, config: GenerationConfig, seed: int | None, on_token: OnToken
+    ) -> None:
+        """Run transformers' ``generate`` on the whole ``ids`` [tokens], continuing what ``arena`` holds.
+
+        Without an arena it runs as transformers would by itself, with a cache of its own.
+        """
+        device = self.model.device
+        inputs = torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0).to(device)
+        kwargs: dict[str, Any] = {} if arena is None else {self._cache_keyword: arena.cache}
+        tap = _Tap(on_token)
+        with evaluating(self.model), _seeded(seed, device):
+            out = self.model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([tap] if self.can_continue(config) else []),
+                **kwargs,
+            )
+        if not tap.tokens:  # beams and the like know their tokens only at the end
+            for token in out[0, inputs.shape[1] :].tolist():
+                if on_token(token):
+                    break
+
+    def prefill(self, ids: TokenIds, arena: Arena) -> None:
+        """Fill ``arena`` with the KV of ``ids`` [tokens], of which it already holds a beginning.
+
+        By way of ``generate``, so that positions and masks are made exactly as in a request.
+        """
+        greedy = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
+        self.generate(ids, arena, greedy, None, lambda token: True)
+
+
+class _Tap(StoppingCriteria):
+    """Hands every new token to a callback, and stops when that says so.
+
+    A stopping criterion rather than a streamer: transformers calls it once per step whatever the
+    version, before the next forward, so a stop string ends the answer in the same step.
+    """
+
+    def __init__(self, on_token: OnToken) -> None:
+        self._on_token = on_token
+        self.tokens = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        self.tokens += 1
+        stop = self._on_token(int(input_ids[0, -1]))
+        done = torch.full((input_ids.shape[0],), stop, dtype=torch.bool, device=input_ids.device)
+        return torch.BoolTensor(done) if done.device.type == "cpu" else done  # type: ignore[return-value]
+
+
+class _seeded:
+    """Fixes torch's random numbers inside a block and puts the generator back as it was."""
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        cuda = [device] if device.type == "cuda" else []
+        self._fork = None if seed is None else torch.random.fork_rng(devices=cuda)
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        if self._fork is not None and self._seed is not None:
+            self._fork.__enter__()
+            torch.manual_seed(self._seed)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._fork is not None:
+            self._fork.__exit__(*exc)

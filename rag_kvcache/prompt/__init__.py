@@ -1,0 +1,1 @@
+"""From a prompt to segments: rendering, locating documents, cutting tokens."""
