@@ -65,8 +65,15 @@ class Report:
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # StrEnum members are strings, but json/yaml writers and `type(x) is str` checks want plain ones.
-    return {k: str(v) if isinstance(v, str) else v for k, v in pairs}
+    # StrEnum members are strings and tuples dump as lists, but json/yaml writers and `type(x) is str`
+    # checks want plain ones.
+    return {k: _plain_value(v) for k, v in pairs}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

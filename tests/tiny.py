@@ -11,13 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VOCAB = 512
 _TRAINING = [
     "The warranty of the kettle lasts two years. Return it within 30 days, with the receipt.",
-    "You are a helpful shop assistant. Context:\n\nQuestion: how long? Answer: shipping is free above 50 euros.",
+    "You are a helpful shop assistant. Context:\n\nQuestion: how long? Answer: free above 50 euros.",
     "退货需要在三十天内完成。 保修期为两年。 foo bar x 123 4567",
 ]
 
@@ -90,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_dynamic_ntk": (
         "LlamaConfig",
         {
-            "max_position_embeddings": 300,
+            "max_position_embeddings": 400,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         },
     ),
@@ -151,7 +152,9 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Pre
     if family in ("gptj", "gpt2", "bloom"):
         own = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
         own |= {"num_key_value_heads", "max_position_embeddings"}
-        fields = {k: v for k, v in fields.items() if k not in own or (family == "bloom" and k == "hidden_size")}
+        fields = {
+            k: v for k, v in fields.items() if k not in own or (family == "bloom" and k == "hidden_size")
+        }
     config = getattr(transformers, class_name)(**fields)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

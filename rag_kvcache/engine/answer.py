@@ -70,4 +70,6 @@ class AnswerText:
 def _maybe_stop(text: str, stop: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins a stop string."""
     longest = max((len(s) for s in stop), default=1) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+    return next(
+        (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rag_kvcache.model.language_model import LanguageModel
 from rag_kvcache.model.load import load
 from rag_kvcache.model.tokenizer import PromptTokenizer
 from rag_kvcache.report import Chunk, Generation, Stats, WarmReport
-from rag_kvcache.segment import Document, Reason
+from rag_kvcache.segment import Document
 from rag_kvcache.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Engine:
         Raises ModelNotFoundError when there is no such model, ConfigurationError for wrong settings.
         """
         checked = _settings(settings, overrides)  # before the model, which may take minutes
-        by_name = tokenizer if tokenizer is None or isinstance(tokenizer, str | Path) else None
+        named = tokenizer if tokenizer is None or isinstance(tokenizer, str | Path) else None
         weights, words = load(
             model,
             gguf_file=gguf_file,
@@ -103,10 +103,11 @@ class Engine:
             revision=revision,
             trust_remote_code=trust_remote_code,
             model_kwargs=model_kwargs,
-            tokenizer=by_name,
+            tokenizer=named,
             tokenizer_kwargs=tokenizer_kwargs,
         )
-        engine = cls(weights, words if by_name is tokenizer else tokenizer, settings=checked)
+        own = words if tokenizer is None or isinstance(tokenizer, str | Path) else tokenizer
+        engine = cls(weights, own, settings=checked)
         engine.model_name = str(model)
         return engine
 
@@ -159,7 +160,7 @@ class Engine:
                     return chunk.generation
         raise EngineClosedError
 
-    def astream(self, prompt: Prompt, **request: Any) -> AsyncIterator[Chunk]:
+    def astream(self, prompt: Prompt, **request: Any) -> AsyncGenerator[Chunk]:
         """``stream`` for an event loop."""
         return worker.astream(self._job(check_request(self.settings, prompt, **request)))
 
@@ -191,11 +192,17 @@ class Engine:
         self._check_open()
         started, who = time.perf_counter(), check_tenant(tenant, self.settings)
         if prompt is None:
-            prompt, slot = self._rag_prompt(default_prompt.SLOT, default_prompt.QUESTION, system), default_prompt.SLOT
+            prompt, slot = (
+                self._rag_prompt(default_prompt.SLOT, default_prompt.QUESTION, system),
+                default_prompt.SLOT,
+            )
         template = check_prompt(prompt)
         if slot not in str(template):
             raise RequestError(f"the prompt has no slot {slot!r}: name the place of the documents with slot=")
-        done = [(d, *self._pipeline.warm(_filled(template, slot, d.text), d, who)) for d in check_documents(documents)]
+        done = [
+            (d, *self._pipeline.warm(_filled(template, slot, d.text), d, who))
+            for d in check_documents(documents)
+        ]
         skipped = tuple((d.id or d.text[:40], reason) for d, _, reason in done if reason is not None)
         built = sum(tokens > 0 for _, tokens, _ in done)
         return WarmReport(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from queue import SimpleQueue
 from threading import Event, Thread
 
@@ -28,7 +28,7 @@ def stream(job: Job) -> Iterator[Chunk]:
         cancelled.set()
 
 
-async def astream(job: Job) -> AsyncIterator[Chunk]:
+async def astream(job: Job) -> AsyncGenerator[Chunk]:
     """``stream`` for an event loop, which is never blocked. Cancelling the task stops the job."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[_Item]()
 

@@ -48,13 +48,13 @@ class Geometry:
     planes: tuple[PlaneSpec, ...]
 
     @classmethod
-    def of(cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Self:
+    def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Self:
         """From one forward's keys and values per layer, each [1, heads, tokens, dim]."""
         groups: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
-        for layer, pair in enumerate(zip(keys, values, strict=True)):
+        for layer, pair in enumerate(layers):
             for name, t in zip("kv", pair, strict=True):
                 groups.setdefault((t.shape[1], t.shape[3], t.dtype, t.device), []).append((layer, name))
-        return cls(len(keys), tuple(PlaneSpec(tuple(s), h, d, t, v) for (h, d, t, v), s in groups.items()))
+        return cls(len(layers), tuple(PlaneSpec(tuple(s), h, d, t, v) for (h, d, t, v), s in groups.items()))
 
     @property
     def bytes_per_token(self) -> int:
@@ -70,9 +70,9 @@ class ArenaLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys = keys
-        self.values = values
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys: torch.Tensor = keys
+        self.values: torch.Tensor = values
         self.length = 0
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin
 
 # transformers 5.24 renamed the keyword `past_key_values` to `cache`, in arguments and in outputs.
 _NAMES = ("cache", "past_key_values")
 
 
-def cache_keyword(model: PreTrainedModel) -> str:
-    """The keyword under which this model's ``generate`` and ``forward`` take a cache."""
-    parameters = inspect.signature(model.prepare_inputs_for_generation).parameters
+def cache_keyword() -> str:
+    """The keyword under which a model's ``generate`` and ``forward`` take a cache."""
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return next((name for name in _NAMES if name in parameters), _NAMES[-1])
 
 

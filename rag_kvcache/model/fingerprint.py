@@ -17,7 +17,7 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "architectu
 
 
 def model_fingerprint(model: PreTrainedModel) -> bytes:
-    """Digest of config, RoPE buffers, dtype, attention implementation, adapters and weights. 32 bytes.
+    """Digest of config (RoPE included), dtype, attention implementation, adapters and weights. 32 bytes.
 
     Weights are identified by 64 evenly strided elements of every tensor, the same in every process. A
     change of other elements alone is not seen; training steps, adapters and loaded checkpoints change
@@ -46,8 +46,11 @@ def weights_version(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """Parameters and saved buffers. Not the others: they follow from the config, and RoPE rewrites its own."""
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", tensor
 
 
 def _samples(model: nn.Module) -> Iterator[str | bytes]:

@@ -29,6 +29,23 @@ lock_of = _Locks().of
 
 
 @contextmanager
+def rope_restored(model: nn.Module) -> Iterator[None]:
+    """Put dynamic RoPE back as it was.
+
+    Dynamic NTK keeps the frequencies of the longest sequence it saw, so that in plain transformers a long
+    prompt's answer depends on the prompts before it. Here it does not.
+    """
+    dynamic = [m for m in model.modules() if hasattr(m, "max_seq_len_cached") and hasattr(m, "inv_freq")]
+    kept = [(m, dict(m._buffers), m.max_seq_len_cached) for m in dynamic]
+    try:
+        yield
+    finally:
+        for module, buffers, longest in kept:
+            module._buffers.update(buffers)
+            module.max_seq_len_cached = longest
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run without dropout and without grad, then put every submodule's training flag back."""
     training = [m for m in model.modules() if m.training]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.arena import Arena, Geometry
 from rag_kvcache.model.compat import cache_keyword
 from rag_kvcache.model.fingerprint import model_fingerprint, weights_version
-from rag_kvcache.model.guard import evaluating, lock_of
+from rag_kvcache.model.guard import evaluating, lock_of, rope_restored
 from rag_kvcache.model.probe import probe
 from rag_kvcache.model.support import context_window, exact_limit
 
@@ -57,7 +58,7 @@ class LanguageModel:
             raise UnsupportedModelError("encoder-decoder models are not supported: use a decoder-only model")
         self.model = model
         self.lock = lock_of(model)
-        self._cache_keyword = cache_keyword(model)
+        self._cache_keyword = cache_keyword()
         with self.lock:
             probed = probe(model)
             self._weights_version = weights_version(model)
@@ -140,7 +141,12 @@ class LanguageModel:
         return Arena(self.geometry, capacity)
 
     def generate(
-        self, ids: TokenIds, arena: Arena | None, config: GenerationConfig, seed: int | None, on_token: OnToken
+        self,
+        ids: TokenIds,
+        arena: Arena | None,
+        config: GenerationConfig,
+        seed: int | None,
+        on_token: OnToken,
     ) -> None:
         """Run transformers' ``generate`` on the whole ``ids`` [tokens], continuing what ``arena`` holds.
 
@@ -150,8 +156,9 @@ class LanguageModel:
         inputs = torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0).to(device)
         kwargs: dict[str, Any] = {} if arena is None else {self._cache_keyword: arena.cache}
         tap = _Tap(on_token)
-        with evaluating(self.model), _seeded(seed, device):
-            out = self.model.generate(
+        rope = nullcontext() if self.exact_limit is None else rope_restored(self.model)
+        with evaluating(self.model), rope, _seeded(seed, device):
+            out = self.model.generate(  # type: ignore[operator]
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
                 generation_config=config,

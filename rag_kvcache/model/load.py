@@ -37,8 +37,14 @@ def load(
         raise ConfigurationError("give device or device_map, not both")
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigurationError(f"model must be a hub id or a folder, not {model!r}")
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ConfigurationError(f'dtype={dtype!r} is unknown: use "auto", "float32", "bfloat16" or "float16"')
+    if (
+        isinstance(dtype, str)
+        and dtype != "auto"
+        and not isinstance(getattr(torch, dtype, None), torch.dtype)
+    ):
+        raise ConfigurationError(
+            f'dtype={dtype!r} is unknown: use "auto", "float32", "bfloat16" or "float16"'
+        )
     if str(model) == DEMO:
         from rag_kvcache.model.demo import demo_model_folder
 
@@ -62,5 +68,6 @@ def load(
     except (ValueError, KeyError) as e:  # an architecture that is no causal LM, or unknown
         raise ConfigurationError(f"cannot load {str(model)!r} as a causal language model: {e}") from e
     if device is not None:
-        weights = weights.to(device)
-    return weights.eval(), words
+        torch.nn.Module.to(weights, device)
+    torch.nn.Module.eval(weights)
+    return weights, words

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rag_kvcache.model.arena import Arena, Geometry
 from rag_kvcache.model.compat import cache_keyword, cache_of
@@ -37,19 +38,26 @@ def probe(model: PreTrainedModel) -> Probed:
     with evaluating(model):
         whole = model(input_ids=ids, use_cache=True)
         cache = cache_of(whole)
-        if not isinstance(cache, DynamicCache) or not all(type(c).__mro__.count(DynamicLayer) for c in cache.layers):
+        layers = [_keys_and_values(layer) for layer in getattr(cache, "layers", [])]
+        if not layers or None in layers:
             return Probed(None, "the model keeps state that cannot be cut by token")
-        if any(c.keys is None or c.keys.dim() != 4 for c in cache.layers):
-            return Probed(None, "layers share or reshape their keys")
-        geometry = Geometry.of([c.keys for c in cache.layers], [c.values for c in cache.layers])
+        geometry = Geometry.of([kv for kv in layers if kv is not None])
         if family is not None:
             return Probed(geometry, family.reason)
         return _tried(model, ids, whole.logits[0, -1], geometry)
 
 
+def _keys_and_values(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A layer's keys and values [1, heads, tokens, dim]; None when it holds anything else, or more."""
+    plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    if not plain or layer.keys is None or layer.keys.dim() != 4:
+        return None
+    return layer.keys, layer.values
+
+
 def _tried(model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, geometry: Geometry) -> Probed:
     arena = Arena(geometry, ids.shape[1])
-    name = cache_keyword(model)
+    name = cache_keyword()
     half = ids.shape[1] // 2
     model(input_ids=ids[:, :half], use_cache=True, **{name: arena.cache})
     got = model(input_ids=ids[:, half:], use_cache=True, **{name: arena.cache}).logits[0, -1]

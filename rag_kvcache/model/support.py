@@ -14,7 +14,10 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class FamilySupport:
-    """exact: cached prefixes may be used. moves: how keys could be re-positioned (rope layout), or why not."""
+    """One family's row.
+
+    exact: cached prefixes may be used. moves: how keys could be re-positioned (RoPE layout), or why not.
+    """
 
     exact: bool
     moves: str
@@ -71,7 +74,9 @@ def context_window(config: PretrainedConfig, tokenizer_limit: int) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         window = getattr(text, name, None)
         if isinstance(window, int) and window > 0:
-            stretch = [r.get("factor") or 1.0 for r in _rope_parameters(text) if r.get("rope_type") == "dynamic"]
+            stretch = [
+                r.get("factor") or 1.0 for r in _rope_parameters(text) if r.get("rope_type") == "dynamic"
+            ]
             return int(window * max([1.0, *stretch]))
     # transformers writes 1e30 into a tokenizer without a limit.
     return min(tokenizer_limit, 1 << 20)

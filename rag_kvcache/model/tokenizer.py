@@ -42,7 +42,9 @@ class PromptTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ConfigurationError(f"tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}")
+            raise ConfigurationError(
+                f"tokenizer must be a transformers tokenizer, not {type(tokenizer).__name__}"
+            )
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = RLock()
         self.fingerprint = tokenizer_fingerprint(self._tokenizer)
@@ -86,7 +88,9 @@ class PromptTokenizer:
         Written as a throw-away chat template that prints the trusted pieces itself and takes the others as
         messages, so that transformers' own sanitising decides.
         """
-        template, messages, at = [], [], 0
+        template: list[str] = []
+        messages: list[dict[str, str]] = []
+        at = 0
         for start, stop in untrusted:
             template.append("{{ " + _literal(text[at:start]) + " }}")
             template.append(f"{{{{ messages[{len(messages)}]['content'] }}}}")
@@ -107,7 +111,7 @@ class PromptTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
         with self._lock:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _apply(self, messages: Sequence[Message], **kwargs: Any) -> Any:
         try:

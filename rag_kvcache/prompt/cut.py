@@ -25,7 +25,8 @@ class Layout:
     documents: (start, stop, document) per located document with at least one token of its own, in order.
     head: tokens that might be static: all before the first document, the history or the question.
     opening: where the chat template's own beginning and the system messages end; 0 for plain text.
-    turn: where the current turn begins; what stands between is history. question: where the question begins, len(ids) when it is unknown.
+    turn: where the current turn begins; what stands between is history.
+    question: where the question begins, ``tokens`` when it is unknown.
     """
 
     tokens: int

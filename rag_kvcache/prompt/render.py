@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 from rag_kvcache.errors import ChatTemplateError
@@ -60,7 +59,7 @@ def _begin_of(before: Sequence[Message], text: str, tokenizer: PromptTokenizer) 
         other = tokenizer.render([*before, {"role": "user", "content": _PROBE}], generation_prompt=False)
     except ChatTemplateError:
         return 0
-    return len(commonprefix([other, text]))
+    return _shared(other, text)
 
 
 def encode(rendered: Rendered, found: Sequence[Found], tokenizer: PromptTokenizer) -> Encoded:
@@ -73,7 +72,9 @@ def encode(rendered: Rendered, found: Sequence[Found], tokenizer: PromptTokenize
         if any(tokenizer.spells_control_tokens(s) for s in _strings(rendered.messages)):
             return tokenizer.encode_sanitized(rendered.messages)
         return tokenizer.encode(rendered.text, special=False)
-    spans = [(f.start, f.stop) for f in found if tokenizer.spells_control_tokens(rendered.text[f.start : f.stop])]
+    spans = [
+        (f.start, f.stop) for f in found if tokenizer.spells_control_tokens(rendered.text[f.start : f.stop])
+    ]
     if spans:
         return tokenizer.encode_guarded(rendered.text, spans)
     return tokenizer.encode(rendered.text, special=True)
@@ -89,3 +90,8 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for inner in value:
             yield from _strings(inner)
+
+
+def _shared(a: str, b: str) -> int:
+    """Number of leading characters that two texts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

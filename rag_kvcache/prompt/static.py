@@ -43,7 +43,7 @@ class StaticPrefixes:
             _remember(self._named, ids.tobytes(), ids, self._max_named)
 
     def observe(self, ids: TokenIds, head: int, tail: bytes) -> StaticPrefix:
-        """Learn from a prompt whose first ``head`` tokens might be static and whose rest has digest ``tail``."""
+        """Learn from a prompt: ``head`` tokens that might be static, the rest with digest ``tail``."""
         with self._lock:
             named = max((len(n) for n in self._named.values() if common_prefix(n, ids) == len(n)), default=0)
             learned, retired = self._learn(ids[:head], tail)
