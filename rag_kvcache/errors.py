@@ -5,8 +5,8 @@
     │   ├── ModelNotFoundError               no such hub id, folder or file
     │   ├── UnsupportedModelError            a model this package cannot serve at all
     │   └── MissingExtraError (ImportError)  an optional package is not installed
-    ├── RequestError (ValueError)            wrong request: nothing was generated or stored
-    │   ├── InvalidTypeError (TypeError)     an argument of the wrong type
+    ├── RequestError                         wrong request: nothing was generated or stored
+    │   ├── InvalidTypeError                 an argument of the wrong type
     │   ├── EmptyPromptError                 no tokens to start from
     │   ├── PromptTooLongError               prompt + new tokens exceed the context window
     │   └── ChatTemplateError                the tokenizer's chat template refused the messages
@@ -14,6 +14,9 @@
 
 A fault of the cache itself (a corrupt entry, a full tier) is never an exception: the request falls
 back to prefill and its report says so.
+
+A RequestError is no ValueError: frameworks catch that one around an LLM call and carry on (LlamaIndex's
+refine takes it for a parse error), so a prompt that is too long would silently become a wrong answer.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ class MissingExtraError(ConfigurationError, ImportError):
         self.extra = extra
 
 
-class RequestError(RagKVCacheError, ValueError):
+class RequestError(RagKVCacheError):
     """A request cannot be served. Nothing was generated and nothing was stored."""
 
 
-class InvalidTypeError(RequestError, TypeError):
+class InvalidTypeError(RequestError):
     """An argument of a request has the wrong type."""
 
 

@@ -18,12 +18,12 @@ class Document:
     text: the text as the retriever returned it.
     id: a label (a node id), shown in reports and accepted by ``engine.invalidate``. It never decides
         what is reused: the text does.
-    metadata: free fields, kept for the caller's use.
+    metadata: free fields, kept for the caller's use, of any type: they take no part in comparing.
     """
 
     text: str
     id: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class SegmentKind(StrEnum):
@@ -74,6 +74,7 @@ class Reason(StrEnum):
     DECODING_MODE = "decoding_mode"  #: beam search or assisted decoding, which cannot continue a cache
     NO_OFFSETS = "no_offsets"  #: a slow tokenizer, which cannot tell where a token stands in the text
     FOREIGN_ENTRY = "foreign_entry"  #: an entry under this key belongs to other tokens or another model
+    INVALIDATED = "invalidated"  #: a document was invalidated while the request ran: nothing was stored
     STORE_FAULT = "store_fault"  #: a tier failed
 
 

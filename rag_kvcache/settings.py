@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Self
 
 from pydantic import ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rag_kvcache.errors import ConfigurationError
 
@@ -61,5 +61,5 @@ class Settings(BaseSettings):
                 for err in e.errors()
             )
             raise ConfigurationError(f"wrong settings: {faults}") from None
-        except SettingsError as e:  # an environment variable that is no JSON where JSON is needed
-            raise ConfigurationError(f"wrong settings: {e}; lists are written as JSON: '[\"static\"]'") from None
+        except ValueError as e:  # pydantic-settings' own: a variable that is no JSON where JSON is needed
+            raise ConfigurationError(f"wrong settings: {e}; lists are JSON, as in '[\"static\"]'") from None

@@ -41,12 +41,16 @@ def test_every_error_is_caught_by_the_base(name: str) -> None:
     assert CLASSES[name].__doc__
 
 
-def test_the_standard_kinds_catch_them_too() -> None:
+def test_wrong_settings_are_caught_as_the_standard_kinds_too() -> None:
     assert issubclass(errors.ConfigurationError, ValueError)
-    assert issubclass(errors.RequestError, ValueError)
-    assert issubclass(errors.InvalidTypeError, TypeError)
     assert issubclass(errors.MissingExtraError, ImportError)
     assert issubclass(errors.EngineClosedError, RuntimeError)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_wrong_request_is_none_that_frameworks_swallow(name: str) -> None:
+    if issubclass(CLASSES[name], errors.RequestError):
+        assert not issubclass(CLASSES[name], ValueError | TypeError | KeyError)
 
 
 def test_a_wrong_request_is_no_wrong_configuration() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from rag_kvcache.engine import default_prompt, worker
 from rag_kvcache.engine.account import Ledger
 from rag_kvcache.engine.memory import Memory
 from rag_kvcache.engine.pipeline import Pipeline
 from rag_kvcache.engine.request import (
+    AnswerOptions,
+    Options,
     Prompt,
     Request,
     check_documents,
@@ -26,6 +28,7 @@ from rag_kvcache.engine.request import (
 )
 from rag_kvcache.engine.worker import Emit
 from rag_kvcache.errors import EngineClosedError, RequestError
+from rag_kvcache.keys import framed_digest
 from rag_kvcache.model.language_model import LanguageModel
 from rag_kvcache.model.load import load
 from rag_kvcache.model.tokenizer import PromptTokenizer
@@ -126,7 +129,12 @@ class Engine:
         """Data type of the weights and of the KV, e.g. "float32"."""
         return self._language_model.dtype
 
-    def generate(self, prompt: Prompt, **request: Any) -> Generation:
+    @property
+    def fingerprint(self) -> str:
+        """Names the model and tokenizer as they are: equal for equal weights, settings and templates."""
+        return framed_digest(self._language_model.fingerprint, self._words.fingerprint).hex()
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer ``prompt``: text, or chat messages with "role" and "content".
 
         documents: Documents or strings that may stand in the prompt; without any, texts seen before are
@@ -139,39 +147,44 @@ class Engine:
 
         Raises RequestError and its kinds; nothing is stored then.
         """
-        job = self._job(check_request(self.settings, prompt, **request))
+        job = self._job(check_request(self.settings, prompt, **options))
         generation = job(lambda text: None, Event())
         if generation is None:
             raise EngineClosedError
         return generation
 
-    def stream(self, prompt: Prompt, **request: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Chunk, None, None]:
         """``generate`` in pieces, made in a thread of its own; the last chunk carries the generation.
 
         Closing the iterator stops the generation.
         """
-        return worker.stream(self._job(check_request(self.settings, prompt, **request)))
+        return worker.stream(self._job(check_request(self.settings, prompt, **options)))
 
-    async def agenerate(self, prompt: Prompt, **request: Any) -> Generation:
+    async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """``generate`` without blocking the event loop. Cancelling the task stops the generation."""
-        async with aclosing(self.astream(prompt, **request)) as chunks:
+        async with aclosing(self.astream(prompt, **options)) as chunks:
             async for chunk in chunks:
                 if chunk.generation is not None:
                     return chunk.generation
         raise EngineClosedError
 
-    def astream(self, prompt: Prompt, **request: Any) -> AsyncGenerator[Chunk]:
+    def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Chunk]:
         """``stream`` for an event loop."""
-        return worker.astream(self._job(check_request(self.settings, prompt, **request)))
+        return worker.astream(self._job(check_request(self.settings, prompt, **options)))
 
     def answer(
-        self, question: str, documents: Iterable[Document | str], *, system: str | None = None, **request: Any
+        self,
+        question: str,
+        documents: Iterable[Document | str],
+        *,
+        system: str | None = None,
+        **options: Unpack[AnswerOptions],
     ) -> Generation:
         """Answer a question from documents, with a plain RAG prompt; further arguments as in ``generate``."""
         given = check_documents(documents)
         check_question(question)
         prompt = self._rag_prompt(default_prompt.joined(given), question, system)
-        return self.generate(prompt, documents=given, question=question, **request)
+        return self.generate(prompt, documents=given, question=question, **options)
 
     def warm(
         self,
@@ -244,7 +257,7 @@ class Engine:
         """Wait for the running generation, then free all caches. The model stays the caller's."""
         self._closed.set()
         with self._language_model.lock:
-            self._memory.clear()
+            self._memory.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 
 from cachetools import LRUCache
 
@@ -24,7 +25,9 @@ _MAX_TENANTS = 1024  # tenants whose static prompts are remembered; those of an 
 
 
 class Memory:
-    """The engine's state. Its entries are thread-safe; learning happens under the model's lock.
+    """The engine's state, thread-safe.
+
+    Contract: what was invalidated while a request ran is not stored by that request.
 
     timer: clock in seconds for expiry, injected by tests.
     """
@@ -35,6 +38,9 @@ class Memory:
         self._settings = settings
         self._tokenizer = tokenizer_fingerprint
         self.documents = KnownDocuments(settings.known_documents)
+        self._lock = RLock()  # around what must not happen between an invalidation and a store
+        self._epoch = 0
+        self._closed = False
         self._statics: LRUCache[str | None, StaticPrefixes] = LRUCache(_MAX_TENANTS)
         on = settings.levels
         self.levels = Levels(
@@ -53,6 +59,7 @@ class Memory:
             keys=lambda kind: self._keyring(model_fingerprint, tenant, kind),
             bytes_per_token=bytes_per_token,
             cache_history=self._settings.cache_history,
+            epoch=self._epoch,
         )
 
     def locator(self, documents: Sequence[Document], tenant: str) -> Locator:
@@ -62,15 +69,15 @@ class Memory:
             return Locator(documents)
         return self.documents.locator(tenant)
 
-    def static_tokens(self, planner: Planner, ids: TokenIds, layout: Layout, tenant: str) -> int:
-        """How many of the prompt's first tokens are static, after learning from this prompt too."""
+    def static_cuts(self, planner: Planner, ids: TokenIds, layout: Layout, tenant: str) -> tuple[int, ...]:
+        """Lengths of the prompt's static beginnings, after learning from this prompt too."""
         if "static" not in self._settings.levels:
-            return 0
+            return ()
         prefix = self._static_of(tenant).observe(ids, layout.head, tokens_digest(ids[layout.tail :]))
         for retired in prefix.retired:
             key = planner.keys(SegmentKind.STATIC).key(TokenChain().digest(), tokens_digest(retired))
             self.levels.discard(partial(_is_static, key))
-        return min(prefix.tokens, len(ids))
+        return prefix.cuts
 
     def name_static(self, ids: TokenIds, tenant: str) -> None:
         """The user says that prompts begin with these tokens."""
@@ -79,15 +86,23 @@ class Memory:
 
     def store(self, plan: Plan, planner: Planner, ids: TokenIds, arena: Arena, tenant: str) -> Plan:
         """Keep what was built. Last segments first: so the least recently used end of a chain goes first."""
-        done = [self._stored(step, planner, ids, arena, tenant) for step in reversed(plan.steps)]
+        with self._lock:
+            if self._closed or planner.epoch != self._epoch:
+                return plan.unstored(Reason.INVALIDATED)
+            done = [self._stored(step, planner, ids, arena, tenant) for step in reversed(plan.steps)]
         return replace(plan, steps=tuple(reversed(done)))
 
     def invalidate(self, target: Document | str | None, tenant: str) -> int:
         """Drop what holds, or was computed behind, a document (by text or id); None drops all. How many."""
-        if target is None:
-            self.documents.forget(tenant)
-            self._statics.pop(self._scope(tenant), None)
-            return self.levels.discard(lambda e: e.tenant in (tenant, self._scope(tenant)))
+        with self._lock:
+            self._epoch += 1
+            if target is None:
+                self.documents.forget(tenant)
+                self._statics.pop(self._scope(tenant), None)
+                return self.levels.discard(lambda e: e.tenant in (tenant, self._scope(tenant)))
+            return self._drop_document(target, tenant)
+
+    def _drop_document(self, target: Document | str, tenant: str) -> int:
         text, label = (target.text, target.id) if isinstance(target, Document) else (target, target)
         self.documents.forget(tenant, text=text, label=label)
         digest = text_digest(text)
@@ -100,9 +115,11 @@ class Memory:
 
         return self.levels.discard(holds)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.levels.discard(lambda entry: True)
+    def close(self) -> None:
+        """Forget everything and store nothing any more."""
+        with self._lock:
+            self._closed = True
+            self.levels.discard(lambda entry: True)
 
     def _stored(self, step: Step, planner: Planner, ids: TokenIds, arena: Arena, tenant: str) -> Step:
         s = step.segment
@@ -133,10 +150,8 @@ class Memory:
         return None if self._settings.static_scope == "global" else tenant
 
     def _static_of(self, tenant: str) -> StaticPrefixes:
-        scope = self._scope(tenant)
-        if scope not in self._statics:
-            self._statics[scope] = StaticPrefixes()
-        return self._statics[scope]
+        with self._lock:
+            return self._statics.setdefault(self._scope(tenant), StaticPrefixes())
 
 
 def _is_static(key: bytes, entry: Entry) -> bool:

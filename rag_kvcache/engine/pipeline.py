@@ -57,7 +57,7 @@ class Pipeline:
                 self._model.generate(prompt.ids, arena, config, request.seed, watch.on_token)
                 plan = self._memory.store(plan, planner, prompt.ids, arena, request.tenant)
             else:
-                plan = prefill_all(prompt.segments(static=0), refusal)
+                plan = prefill_all(prompt.segments(), refusal)
                 self._model.generate(prompt.ids, None, config, request.seed, watch.on_token)
         watch.close()
         return _account(request, prompt, plan, watch, started)
@@ -84,7 +84,7 @@ class Pipeline:
                 return 0, refusal
             self._memory.name_static(found.ids[: found.layout.head], tenant)
             planner = self._planner(tenant)
-            segments = found.segments(static=found.layout.head)
+            segments = found.segments(static=(found.layout.head,))
             plan = planner.plan(found.ids[:stop], [s for s in segments if s.stop <= stop])
             target = plan.steps[-1]
             if target.store:
@@ -136,7 +136,7 @@ class Pipeline:
 
     def _plan(self, planner: Planner, prompt: ReadPrompt, tenant: str) -> Plan:
         """Decide for each segment: exact reuse or prefill, and why."""
-        static = self._memory.static_tokens(planner, prompt.ids, prompt.layout, tenant)
+        static = self._memory.static_cuts(planner, prompt.ids, prompt.layout, tenant)
         return planner.plan(prompt.ids, prompt.segments(static))
 
     def _placed(self, plan: Plan, capacity: int) -> Arena:

@@ -14,6 +14,9 @@ KeyRings = Callable[[SegmentKind], KeyRing]
 """The keys for a kind of segment: static prompts may be shared between tenants."""
 
 
+_FLUID = (SegmentKind.STATIC, SegmentKind.GLUE)  # kinds whose borders move as prompts are learnt
+
+
 @dataclass(frozen=True)
 class Step:
     """One segment's part in the plan.
@@ -54,6 +57,12 @@ class Plan:
         """Prompt tokens that come from the cache."""
         return sum(step.reused for step in self.steps)
 
+    def unstored(self, reason: Reason) -> Plan:
+        """The same plan, had it not been allowed to store anything."""
+        return replace(
+            self, steps=tuple(replace(s, store=False, reason=reason) if s.store else s for s in self.steps)
+        )
+
 
 def prefill_all(segments: Sequence[Segment], reason: Reason) -> Plan:
     """Reuse nothing and store nothing, for one reason."""
@@ -65,12 +74,14 @@ class Planner:
     """Plans exact reuse: the longest chain of cached segments from the prompt's beginning.
 
     bytes_per_token: KV size, to know before computing whether a segment could be kept.
+    epoch: the memory's when the plan is made; it moves on with every invalidation.
     """
 
     levels: Levels
     keys: KeyRings
     bytes_per_token: int
     cache_history: bool
+    epoch: int = 0
 
     def plan(self, ids: TokenIds, segments: Sequence[Segment]) -> Plan:
         """Walk the segments, following the chain as long as it is cached.
@@ -81,7 +92,8 @@ class Planner:
         walk = _Walk(self, ids)
         queue = list(segments)
         while queue:
-            step = walk.take(queue.pop(0))
+            step, used = walk.take_longest(queue)
+            del queue[:used]
             if step.reused and step.reused < step.segment.tokens:
                 step, rest = _split(step)
                 queue[:1] = _joined(rest, queue[:1], ids)
@@ -99,6 +111,19 @@ class _Walk:
         self._unbroken = True
         self._asked = False
         self.steps: list[Step] = []
+
+    def take_longest(self, queue: Sequence[Segment]) -> tuple[Step, int]:
+        """What to do next, and how many segments that covers.
+
+        What is static is learnt as prompts come, so the text before a document may have been stored in other
+        pieces than today's: the longest run of them that is cached in one piece is taken.
+        """
+        run = next((i for i, s in enumerate(queue) if s.kind not in _FLUID), len(queue))
+        for length in range(run, 1, -1):
+            merged = _merged(queue[:length], self._ids)
+            if self._unbroken and (step := self.take(merged)).reused == merged.tokens:
+                return step, length
+        return self.take(queue[0]), 1
 
     def take(self, segment: Segment) -> Step:
         """What to do with the next segment."""
@@ -149,6 +174,12 @@ class _Walk:
             return replace(step, reason=Reason.LEVEL_OFF if off else Reason.TOO_LARGE)
         elsewhere = s.document is not None and planner.levels.knows_text(s.text_digest)
         return replace(step, store=True, reason=Reason.OTHER_PREFIX if elsewhere else Reason.FIRST_SEEN)
+
+
+def _merged(run: Sequence[Segment], ids: TokenIds) -> Segment:
+    """Neighbouring segments as one."""
+    whole = replace(run[-1], start=run[0].start)
+    return replace(whole, text_digest=tokens_digest(ids[whole.start : whole.stop]))
 
 
 def _split(step: Step) -> tuple[Step, Segment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 from rag_kvcache.errors import EmptyPromptError, InvalidTypeError, RequestError
 from rag_kvcache.segment import Document
@@ -13,6 +13,26 @@ from rag_kvcache.settings import Reuse, Settings
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text, or chat messages: mappings with "role" and "content"."""
+
+
+class AnswerOptions(TypedDict, total=False):
+    """The keyword arguments of ``Engine.answer``; what each means stands at ``Engine.generate``."""
+
+    tenant: str | None
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    reuse: str | None
+    generate_kwargs: Mapping[str, Any] | None
+
+
+class Options(AnswerOptions, total=False):
+    """The keyword arguments of ``Engine.generate``."""
+
+    documents: Iterable[Document | str]
+    question: str | None
 
 
 @dataclass(frozen=True)

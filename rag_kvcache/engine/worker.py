@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from queue import SimpleQueue
 from threading import Event, Thread
 
@@ -17,7 +17,7 @@ Job = Callable[[Emit, Event], Generation | None]
 _Item = Chunk | BaseException | None
 
 
-def stream(job: Job) -> Iterator[Chunk]:
+def stream(job: Job) -> Generator[Chunk, None, None]:
     """Run ``job``; yields its text, then its result. Closing the iterator stops the job."""
     queue: SimpleQueue[_Item] = SimpleQueue()
     cancelled = _start(job, queue.put)

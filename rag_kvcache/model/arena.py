@@ -84,9 +84,11 @@ class ArenaLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append ``key_states``/``value_states`` [1, heads, new, dim]; returns all that is filled."""
-        start, self.length = self.length, self.length + key_states.shape[-2]
-        self.keys[:, :, start : self.length].copy_(key_states)
-        self.values[:, :, start : self.length].copy_(value_states)
+        start, new = self.length, key_states.shape[-2]
+        # narrow, as it raises beyond the capacity; a slice would be empty there and take one token silently.
+        self.keys.narrow(-2, start, new).copy_(key_states)
+        self.values.narrow(-2, start, new).copy_(value_states)
+        self.length = start + new
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -121,11 +123,12 @@ class Arena:
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.capacity = capacity
-        self._planes = tuple(spec.empty(capacity) for spec in geometry.planes)
         views: list[dict[str, torch.Tensor]] = [{} for _ in range(geometry.layers)]
-        for spec, plane in zip(geometry.planes, self._planes, strict=True):
-            for index, (layer, name) in enumerate(spec.slots):
-                views[layer][name] = plane[index].unsqueeze(0)
+        with torch.inference_mode(False):  # a tensor made in the caller's could not be written to outside it
+            self._planes = tuple(spec.empty(capacity) for spec in geometry.planes)
+            for spec, plane in zip(geometry.planes, self._planes, strict=True):
+                for index, (layer, name) in enumerate(spec.slots):
+                    views[layer][name] = plane[index].unsqueeze(0)
         self._layers = [ArenaLayer(view["k"], view["v"]) for view in views]
         self.cache = Cache(layers=list(self._layers))
 
@@ -138,13 +141,13 @@ class Arena:
         """Append the first ``tokens`` tokens of a stored segment: one copy per plane."""
         start = self.length
         for mine, stored in zip(self._planes, planes, strict=True):
-            mine[:, :, start : start + tokens].copy_(stored[:, :, :tokens])
+            mine.narrow(2, start, tokens).copy_(stored[:, :, :tokens])
         for layer in self._layers:
             layer.length = start + tokens
 
     def take(self, start: int, stop: int) -> Planes:
         """Copies of tokens [start, stop), each a fresh contiguous tensor without grad."""
-        return tuple(
-            plane[:, :, start:stop].detach().clone(memory_format=torch.contiguous_format)
-            for plane in self._planes
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            return tuple(
+                plane[:, :, start:stop].clone(memory_format=torch.contiguous_format) for plane in self._planes
+            )

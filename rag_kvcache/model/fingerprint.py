@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rag_kvcache.keys import framed_digest
 
 _SAMPLES = 64  # elements read from each tensor
+_ADAPTER_STATE = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "architectures")
 
 
@@ -39,14 +40,20 @@ def weights_version(model: PreTrainedModel) -> tuple[Any, ...]:
     """A cheap value that changes when tensors are replaced or written in place, or adapters switched.
 
     It sees optimizer steps, ``load_state_dict``, ``.to(...)`` and ``set_adapter``. It does not see writes
-    through ``.data`` or from outside torch: ``Engine.refresh()`` is for these.
+    through ``.data``, from outside torch, or to tensors made in inference mode: ``Engine.refresh()`` is for
+    these.
     """
     # Not hashed: the tuple is compared as a whole.
-    return (_adapters(model), tuple((t.data_ptr(), t._version) for _, t in _tensors(model)))
+    return (_adapters(model), tuple((t.data_ptr(), _writes(t)) for _, t in _tensors(model)))
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """How often it was written in place; tensors made in inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and saved buffers. Not the others: they follow from the config, and RoPE rewrites its own."""
+    """Parameters and saved buffers. The others follow from the config, and RoPE rewrites its own."""
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -64,13 +71,13 @@ def _samples(model: nn.Module) -> Iterator[str | bytes]:
 
 
 def _adapters(model: nn.Module) -> str:
-    """Which LoRA-like adapters act, and with which strength (peft's attributes, if there are any)."""
+    """Which adapters act, and with which strength (peft's attributes, if there are any)."""
     if not hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False):
         return ""
     acting = [
-        (name, list(getattr(m, "active_adapters", ())), list(getattr(m, "merged_adapters", ())), m.scaling)
+        (name, *(getattr(m, field, None) for field in _ADAPTER_STATE))
         for name, m in model.named_modules()
-        if hasattr(m, "merged_adapters") and hasattr(m, "scaling")
+        if hasattr(m, "merged_adapters")
     ]
     return json.dumps(acting, sort_keys=True, default=str)
 
@@ -78,11 +85,13 @@ def _adapters(model: nn.Module) -> str:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> bytes:
     """Digest of vocabulary, merges, normaliser, special tokens and chat template. 32 bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    inside = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    inside = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    if backend is not None:
+        inside |= {"truncation": None, "padding": None}  # left behind by whatever was called last
     added = {str(k): str(v) for k, v in tokenizer.added_tokens_decoder.items()}
     return framed_digest(
         type(tokenizer).__name__,
-        inside,
+        json.dumps(inside, sort_keys=True),
         json.dumps(added, sort_keys=True),
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
         json.dumps(tokenizer.chat_template, sort_keys=True, default=str),

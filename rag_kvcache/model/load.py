@@ -57,9 +57,8 @@ def load(
         weights = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, device_map=device_map, **source, **(model_kwargs or {})
         )
-        words = AutoTokenizer.from_pretrained(
-            tokenizer or model, **(source if tokenizer is None else {}), **(tokenizer_kwargs or {})
-        )
+        own = source if tokenizer is None else {}
+        words = load_tokenizer(tokenizer or model, **own, **(tokenizer_kwargs or {}))
     except OSError as e:
         raise ModelNotFoundError(
             f"cannot load {str(model)!r}: {e}. Give a hub id, a folder with config.json and weights, "
@@ -71,3 +70,11 @@ def load(
         torch.nn.Module.to(weights, device)
     torch.nn.Module.eval(weights)
     return weights, words
+
+
+def load_tokenizer(name: str | Path, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer alone. Raises ModelNotFoundError when there is none under this name."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as e:
+        raise ModelNotFoundError(f"cannot load a tokenizer from {str(name)!r}: {e}") from e

@@ -34,6 +34,9 @@ def probe(model: PreTrainedModel) -> Probed:
     family = FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
     if family is not None and not family.exact:
         return Probed(None, family.reason)
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(a, "is_prompt_learning", False) for a in adapters.values()):
+        return Probed(None, "prompt-tuning adapters put tokens of their own before the prompt")
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=model.device).unsqueeze(0)
     with evaluating(model):
         whole = model(input_ids=ids, use_cache=True)

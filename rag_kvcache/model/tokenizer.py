@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -61,9 +61,9 @@ class PromptTokenizer:
         offsets = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(_ids(out["input_ids"]), offsets[:, 0], offsets[:, 1])
 
-    def spells_control_tokens(self, text: str) -> bool:
-        """Whether ``text`` contains the spelling of a control token, such as ``<|im_end|>``."""
-        return self._control.search(text) is not None
+    def control_spellings(self, text: str) -> Iterator[tuple[int, int]]:
+        """Character ranges of ``text`` that spell a control token, such as ``<|im_end|>``."""
+        return (match.span() for match in self._control.finditer(text))
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> str:
         """The chat template's text for ``messages``. Raises ChatTemplateError when it refuses them."""
@@ -83,30 +83,35 @@ class PromptTokenizer:
         return Encoded(_ids(out))
 
     def encode_guarded(self, text: str, untrusted: Sequence[tuple[int, int]]) -> Encoded:
-        """Ids of plain ``text`` whose character ranges ``untrusted`` may not yield control tokens.
+        """Ids of plain ``text`` whose control-token spellings at ``untrusted`` are plain text; no offsets.
 
         Written as a throw-away chat template that prints the trusted pieces itself and takes the others as
         messages, so that transformers' own sanitising decides.
         """
-        template: list[str] = []
-        messages: list[dict[str, str]] = []
-        at = 0
-        for start, stop in untrusted:
-            template.append("{{ " + _literal(text[at:start]) + " }}")
-            template.append(f"{{{{ messages[{len(messages)}]['content'] }}}}")
-            messages.append({"role": "user", "content": text[start:stop]})
+        spellings = [text[start:stop] for start, stop in untrusted]
+        # Never printed: tells transformers that these, special or not, are control tokens.
+        named = "".join("{{ " + _literal(spelling) + " }}" for spelling in spellings)
+        template, at = ["{% if false %}" + named + "{% endif %}"], 0
+        for which, (start, stop) in enumerate(untrusted):
+            template.append("{{ " + _literal(text[at:start]) + f" }}}}{{{{ messages[{which}]['content'] }}}}")
             at = stop
         template.append("{{ " + _literal(text[at:]) + " }}")
         with self._lock:
             body = self._apply(
-                messages,
+                [{"role": "user", "content": spelling} for spelling in spellings],
                 chat_template="".join(template),
                 tokenize=True,
                 return_dict=False,
                 sanitize_control_tokens=True,
             )
-            bos = self._tokenizer("")["input_ids"]
-        return Encoded(_ids([*bos, *body]))
+            before, behind = self._added()
+        return Encoded(_ids([*before, *body, *behind]))
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before (BOS) and behind (EOS) a plain text."""
+        bare, whole = (list(self._tokenizer("a", add_special_tokens=s)["input_ids"]) for s in (False, True))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), len(whole))
+        return whole[:at], whole[at + len(bare) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
@@ -126,11 +131,14 @@ class PromptTokenizer:
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches the spelling of any added token that stands for control, longest first."""
     template = json.dumps(tokenizer.chat_template, default=str)
+    named = getattr(tokenizer, "chat_control_tokens", None) or ()
     spellings = sorted(
         (
             t.content
             for t in tokenizer.added_tokens_decoder.values()
-            if not t.content.isspace() and (t.special or json.dumps(t.content)[1:-1] in template)
+            if t.special
+            or t.content in named
+            or (json.dumps(t.content)[1:-1] in template and not t.content.isspace())
         ),
         key=len,
         reverse=True,
@@ -139,8 +147,8 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def _literal(text: str) -> str:
-    """A jinja string literal; jinja reads backslash escapes as Python does."""
-    return json.dumps(text, ensure_ascii=True)
+    """A jinja string literal; jinja reads backslash escapes as Python does, not JSON's surrogate pairs."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _ids(ids: Any) -> TokenIds:

@@ -84,15 +84,16 @@ def _question_at(rendered: Rendered, found: Sequence[Found], question: str | Non
     return None
 
 
-def cut(encoded: Encoded, layout: Layout, static: int, block: int) -> tuple[Segment, ...]:
-    """The segments of a prompt whose first ``static`` tokens are static, in order and without gaps.
+def cut(encoded: Encoded, layout: Layout, static: Sequence[int], block: int) -> tuple[Segment, ...]:
+    """The segments of a prompt, in order and without gaps; ``static``: lengths of its static beginnings.
 
     History, and a turn in which no document was found, are cut into blocks of ``block`` tokens. In such a
     turn, unless the question is known, the last ``block`` tokens are taken for it: a question is never
     stored.
     """
     pieces = _Pieces(encoded, block)
-    pieces.add(SegmentKind.STATIC, static)
+    for length in static:
+        pieces.add(SegmentKind.STATIC, min(length, layout.tokens))
     for start, stop, document in layout.documents:
         if start < pieces.at:  # inside the static prompt
             continue

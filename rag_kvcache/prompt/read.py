@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rag_kvcache.errors import EmptyPromptError
+from rag_kvcache.errors import EmptyPromptError, RequestError
 from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.tokenizer import Encoded, PromptTokenizer
 from rag_kvcache.prompt.cut import Layout, cut, lay_out
@@ -33,8 +33,8 @@ class ReadPrompt:
         """Whether it is known where each token stands in the text."""
         return self.encoded.starts is not None
 
-    def segments(self, static: int) -> tuple[Segment, ...]:
-        """The prompt cut into segments, its first ``static`` tokens being static."""
+    def segments(self, static: Sequence[int] = ()) -> tuple[Segment, ...]:
+        """The prompt cut into segments; ``static``: the lengths of its static beginnings, ascending."""
         return cut(self.encoded, self.layout, static, self.block)
 
 
@@ -45,8 +45,15 @@ def read(
     tokenizer: PromptTokenizer,
     block: int,
 ) -> ReadPrompt:
-    """Raises EmptyPromptError when no token comes out, ChatTemplateError when messages are refused."""
+    """Raises EmptyPromptError when no token comes out, ChatTemplateError when messages are refused.
+
+    Raises RequestError for a prompt with lone surrogates, which no tokenizer can read.
+    """
     rendered = render(prompt, tokenizer)
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(f"the prompt is no valid Unicode text: {e}") from None
     found = locator.find(rendered.text)
     encoded = encode(rendered, found, tokenizer)
     if len(encoded.ids) == 0:

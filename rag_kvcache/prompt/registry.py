@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from threading import Lock
 
-from cachetools import LRUCache
+from cachetools import Cache, LRUCache
 
 from rag_kvcache.prompt.locate import Locator
 from rag_kvcache.segment import Document
@@ -66,11 +66,15 @@ class _Shelf:
 
     def locator(self) -> Locator:
         if self._locator is None:
-            self._locator = Locator(self._documents.values())
+            self._locator = Locator(self._untouched())
         return self._locator
 
     def drop(self, text: str | None, label: str | None) -> None:
-        gone = [t for t, d in self._documents.items() if t == text or (label is not None and d.id == label)]
-        for t in gone:
-            del self._documents[t]
+        gone = [d for d in self._untouched() if d.text == text or (label is not None and d.id == label)]
+        for document in gone:
+            del self._documents[document.text]
         self._locator = None if gone else self._locator
+
+    def _untouched(self) -> list[Document]:
+        """All documents; unlike ``values``, which makes what it visits the most recently used."""
+        return [Cache.__getitem__(self._documents, text) for text in self._documents]

@@ -69,11 +69,14 @@ def encode(rendered: Rendered, found: Sequence[Found], tokenizer: PromptTokenize
     without offsets.
     """
     if rendered.messages is not None:
-        if any(tokenizer.spells_control_tokens(s) for s in _strings(rendered.messages)):
+        if any(any(tokenizer.control_spellings(s)) for s in _strings(rendered.messages)):
             return tokenizer.encode_sanitized(rendered.messages)
         return tokenizer.encode(rendered.text, special=False)
+    # Also those of which a document is only a part: two documents side by side could spell one together.
     spans = [
-        (f.start, f.stop) for f in found if tokenizer.spells_control_tokens(rendered.text[f.start : f.stop])
+        (start, stop)
+        for start, stop in tokenizer.control_spellings(rendered.text)
+        if any(f.start < stop and start < f.stop for f in found)
     ]
     if spans:
         return tokenizer.encode_guarded(rendered.text, spans)

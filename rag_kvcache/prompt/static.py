@@ -15,9 +15,13 @@ _MIN_COMMON = 8  # tokens; shorter coincidences are no template
 
 @dataclass(frozen=True)
 class StaticPrefix:
-    """The first ``tokens`` tokens are static. ``retired``: beginnings that turned out not to be."""
+    """The beginnings of a prompt known to be static.
 
-    tokens: int
+    cuts: their lengths in tokens, ascending; the last is the longest. ``retired``: beginnings that turned
+        out not to be static.
+    """
+
+    cuts: tuple[int, ...]
     retired: tuple[TokenIds, ...] = ()
 
 
@@ -40,28 +44,30 @@ class StaticPrefixes:
     def name(self, ids: TokenIds) -> None:
         """The user says these tokens begin all prompts of a kind."""
         with self._lock:
-            _remember(self._named, ids.tobytes(), ids, self._max_named)
+            _remember(self._named, ids.tobytes(), ids.copy(), self._max_named)
 
     def observe(self, ids: TokenIds, head: int, tail: bytes) -> StaticPrefix:
         """Learn from a prompt: ``head`` tokens that might be static, the rest with digest ``tail``."""
         with self._lock:
-            named = max((len(n) for n in self._named.values() if common_prefix(n, ids) == len(n)), default=0)
+            named = {len(n) for n in self._named.values() if common_prefix(n, ids) == len(n)}
             learned, retired = self._learn(ids[:head], tail)
-            return StaticPrefix(max(named, learned), retired)
+            return StaticPrefix(tuple(sorted((named | learned) - {0})), retired)
 
-    def _learn(self, head: TokenIds, tail: bytes) -> tuple[int, tuple[TokenIds, ...]]:
+    def _learn(self, head: TokenIds, tail: bytes) -> tuple[set[int], tuple[TokenIds, ...]]:
         if len(head) == 0:
-            return 0, ()
+            return set(), ()
         name = head.tobytes()
         known = self._heads.get(name)
         if known is not None:
             self._heads.move_to_end(name)
             known.proven = known.proven or known.tail != tail
             if known.proven:
-                return len(head), ()
+                shared = {len(c) for c in self._common if common_prefix(c, head) == len(c)}
+                return shared | {len(head)}, ()
         others = [h.ids for n, h in self._heads.items() if n != name]
         _remember(self._heads, name, known or _Head(head, tail), self._max_heads)
-        return self._shared(head, others)
+        common, retired = self._shared(head, others)
+        return {common}, retired
 
     def _shared(self, head: TokenIds, others: list[TokenIds]) -> tuple[int, tuple[TokenIds, ...]]:
         """The beginning that ``head`` shares with the others, kept as short as any of them demands."""

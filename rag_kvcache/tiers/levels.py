@@ -50,7 +50,7 @@ class Levels:
 
     def fits(self, kind: SegmentKind, nbytes: int) -> bool:
         """Whether a segment of this kind and size would be kept."""
-        return any(self._tiers[level].fits(nbytes) for level in _homes(kind))
+        return any(self._fits(self._tiers[level], nbytes) for level in _homes(kind))
 
     def keep(self, entry: Entry) -> bool:
         """Store an entry; a static prompt larger than L1 goes to L2."""
@@ -62,7 +62,7 @@ class Levels:
 
     def discard(self, unwanted: Callable[[Entry], bool]) -> int:
         """Drop entries from every tier; returns how many."""
-        return sum(tier.discard(unwanted) for tier in self._tiers.values())
+        return sum(self._discard(tier, unwanted) for tier in self._tiers.values())
 
     def stats(self) -> dict[str, TierStats]:
         """What each level holds."""
@@ -70,6 +70,12 @@ class Levels:
 
     def _put(self, tier: Tier, entry: Entry) -> bool:
         return self._try("put", lambda: tier.put(entry), False)
+
+    def _fits(self, tier: Tier, nbytes: int) -> bool:
+        return self._try("fits", lambda: tier.fits(nbytes), False)
+
+    def _discard(self, tier: Tier, unwanted: Callable[[Entry], bool]) -> int:
+        return self._try("discard", lambda: tier.discard(unwanted), 0)
 
     def _try(self, what: str, call: Callable[[], T], otherwise: T) -> T:
         try:

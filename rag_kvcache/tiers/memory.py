@@ -55,9 +55,9 @@ class MemoryTier:
 
     def discard(self, unwanted: Callable[[Entry], bool]) -> int:
         """Drop all entries that ``unwanted`` says yes to; returns how many."""
-        with self._lock:
+        with self._lock, self._entries.timer:  # time stands still: nothing expires between look and delete
             self._entries.expire()
-            gone = [key for key, entry in self._entries.items() if unwanted(entry)]
+            gone = [key for key, entry in self._entries.untouched() if unwanted(entry)]
             for key in gone:
                 del self._entries[key]
             return len(gone)
@@ -102,6 +102,10 @@ class _CountingCache(TTLCache[bytes, Entry]):
         entry = Cache.__getitem__(self, key)  # not TTLCache's, which would hide one just expiring
         super().__delitem__(key, *args, **kwargs)
         self._forget(entry.text_digest)
+
+    def untouched(self) -> list[tuple[bytes, Entry]]:
+        """All that is held; unlike ``items``, which makes what it visits the most recently used."""
+        return [(key, Cache.__getitem__(self, key)) for key in self]
 
     def popitem(self) -> tuple[bytes, Entry]:
         key, entry = super().popitem()

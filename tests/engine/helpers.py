@@ -31,7 +31,11 @@ def entries(engine: Engine) -> list[Entry]:
 
 def held_bytes(engine: Engine) -> int:
     """Bytes of KV really held, counted by storage."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for e in entries(engine) for p in e.planes}
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for e in entries(engine)
+        for p in e.planes
+    }
     return sum(storages.values())
 
 

@@ -150,7 +150,9 @@ def test_edge_tokens_that_neighbours_change_are_prefilled_and_all_else_is_reused
     engine = make()
     document = Document("foo bar x", id="d")
     for tail in ("", ".", " bar", "\n\n", "foo", "1", "期"):
-        prompt = f"You are a helpful shop assistant. Context: {document.text}{tail} Question: how long? Answer:"
+        prompt = (
+            f"You are a helpful shop assistant. Context: {document.text}{tail} Question: how long? Answer:"
+        )
         for _ in range(2):
             warm = engine.generate(prompt, documents=[document])
         assert warm.text == plain(engine, prompt, 12), tail
@@ -163,7 +165,10 @@ def test_edge_tokens_that_neighbours_change_are_prefilled_and_all_else_is_reused
         [KETTLE, Document(KETTLE.text[10:60], id="inside")],
         [Document("", id="empty"), KETTLE, Document("  \n ", id="blank")],
         [CHINESE, KETTLE],
-        [Document("A family: \U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466.", id="zwj"), CHINESE],
+        [
+            Document("A family: \U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466.", id="zwj"),
+            CHINESE,
+        ],
     ],
     ids=["twice", "one inside another", "empty and blank", "chinese", "emoji"],
 )
@@ -225,8 +230,10 @@ def test_a_thousand_histories_do_not_grow_the_static_level() -> None:
     engine = make(max_new_tokens=1, max_bytes="1MB")
     sizes = []
     for i in range(1000):
-        engine.generate(f"You are a helpful shop assistant. Order {i * 7919} of {i}. Context: {KETTLE.text} Answer:",
-                        documents=[KETTLE])
+        engine.generate(
+            f"You are a helpful shop assistant. Order {i * 7919} of {i}. Context: {KETTLE.text} Answer:",
+            documents=[KETTLE],
+        )
         if i in (10, 100, 999):
             sizes.append(engine.stats().tiers["L1"].bytes)
     assert sizes[0] > 0
@@ -305,3 +312,16 @@ def test_global_static_prompts_are_shared_between_tenants_and_documents_are_not(
     generation = engine.answer("how?", [KETTLE], tenant="b")
     assert reused(generation, "static") == 1.0
     assert reused(generation, "document") == 0.0
+
+
+def test_learning_a_longer_static_beginning_loses_no_hit() -> None:
+    """Two templates that begin alike: whatever is static now, what is cached is used."""
+    engine = make(max_new_tokens=1)
+    beginning = "You are a helpful shop assistant. Return it within 30 days. "
+    first, second = beginning + "Answer from: ", beginning + "Shorten what follows, please: "
+    share = {}
+    for i in range(5):
+        for template in (first, second):
+            prompt = f"{template}{KETTLE.text} Number {i}?"
+            share[i, template] = reused(engine.generate(prompt, documents=[KETTLE]))
+    assert [share[i, t] for t in (first, second) for i in range(1, 5)] == [1.0] * 8

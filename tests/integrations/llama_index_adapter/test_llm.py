@@ -285,7 +285,7 @@ class TestCalls:
             return len(ticks), seconds
 
         ticks, seconds = asyncio.run(ticks_during_a_call())
-        assert ticks >= 0.2 * seconds / 0.01, f"{ticks} ticks in {seconds:.2f} s"
+        assert ticks >= 0.1 * seconds / 0.01, f"{ticks} ticks in {seconds:.2f} s"
         assert ticks > 3
 
     def test_an_abandoned_stream_frees_the_model(self, llm: RAGKVCacheLLM, engine: Engine) -> None:

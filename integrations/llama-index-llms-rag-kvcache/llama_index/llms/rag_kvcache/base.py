@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -458,10 +467,13 @@ def _whole(generation: Generation, request: _Request) -> CompletionResponse:
 
 def _pieces(chunks: Iterator[Chunk], request: _Request) -> CompletionResponseGen:
     text = ""
-    with closing(chunks):
+    try:
         for chunk in chunks:
             text += chunk.text
             yield responses.completion(text, chunk.text, chunk.generation, request.documents_from)
+    finally:
+        if isinstance(chunks, Generator):
+            chunks.close()
 
 
 def _chat_pieces(chunks: Iterator[Chunk], request: _Request) -> ChatResponseGen:
@@ -472,10 +484,13 @@ def _chat_pieces(chunks: Iterator[Chunk], request: _Request) -> ChatResponseGen:
 
 async def _apieces(chunks: AsyncIterator[Chunk], request: _Request) -> CompletionResponseAsyncGen:
     text = ""
-    async with aclosing(chunks):
+    try:
         async for chunk in chunks:
             text += chunk.text
             yield responses.completion(text, chunk.text, chunk.generation, request.documents_from)
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
 
 
 async def _achat_pieces(chunks: AsyncIterator[Chunk], request: _Request) -> ChatResponseAsyncGen:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from rag_kvcache.errors import ConfigurationError, ModelNotFoundError, RagKVCacheError
+from rag_kvcache.errors import ConfigurationError, RagKVCacheError
 from rag_kvcache.settings import Reuse
 
 if TYPE_CHECKING:
@@ -152,14 +152,9 @@ def _load_tokenizer(name: str | None, tokenizer_kwargs: Mapping[str, Any]) -> An
         raise ConfigurationError(
             "model= was passed without its tokenizer: pass tokenizer= or tokenizer_name="
         )
-    from transformers import AutoTokenizer
+    from rag_kvcache.model.load import load_tokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(name, **tokenizer_kwargs)
-    except (OSError, ValueError) as e:
-        raise ModelNotFoundError(
-            f"no tokenizer under {name!r}: pass tokenizer= or tokenizer_name= ({e})"
-        ) from e
+    return load_tokenizer(name, **tokenizer_kwargs)
 
 
 def _placeable(device_map: Any) -> Any:
