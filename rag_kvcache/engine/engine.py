@@ -258,6 +258,7 @@ class Engine:
         self._closed.set()
         with self._language_model.lock:
             self._memory.close()
+            self._language_model.give_back(None)
 
     def __enter__(self) -> Self:
         return self

@@ -56,6 +56,7 @@ class Pipeline:
                 arena = self._placed(plan, len(prompt.ids) + (config.max_new_tokens or 0))
                 self._model.generate(prompt.ids, arena, config, request.seed, watch.on_token)
                 plan = self._memory.store(plan, planner, prompt.ids, arena, request.tenant)
+                self._model.give_back(arena)
             else:
                 plan = prefill_all(prompt.segments(), refusal)
                 self._model.generate(prompt.ids, None, config, request.seed, watch.on_token)
@@ -91,6 +92,7 @@ class Pipeline:
                 arena = self._placed(plan, stop + 1)
                 self._model.prefill(found.ids[:stop], arena)
                 plan = self._memory.store(plan, planner, found.ids, arena, tenant)
+                self._model.give_back(arena)
         if target.entry is not None:
             return 0, None
         return (stop - plan.reused, None) if plan.steps[-1].store else (0, plan.steps[-1].reason)

@@ -121,16 +121,25 @@ class Arena:
     it computes, ``take`` copies a run out. What is taken shares no storage with the arena.
     """
 
-    def __init__(self, geometry: Geometry, capacity: int) -> None:
+    def __init__(self, geometry: Geometry, capacity: int, memory: Planes | None = None) -> None:
+        """``memory``: planes of a finished arena of this geometry and capacity, to be written over.
+
+        Fresh memory costs a page fault every 4 KB, which takes longer than the copy itself.
+        """
         self.capacity = capacity
         views: list[dict[str, torch.Tensor]] = [{} for _ in range(geometry.layers)]
         with torch.inference_mode(False):  # a tensor made in the caller's could not be written to outside it
-            self._planes = tuple(spec.empty(capacity) for spec in geometry.planes)
+            self._planes = memory or tuple(spec.empty(capacity) for spec in geometry.planes)
             for spec, plane in zip(geometry.planes, self._planes, strict=True):
                 for index, (layer, name) in enumerate(spec.slots):
                     views[layer][name] = plane[index].unsqueeze(0)
         self._layers = [ArenaLayer(view["k"], view["v"]) for view in views]
         self.cache = Cache(layers=list(self._layers))
+
+    @property
+    def memory(self) -> Planes:
+        """The planes themselves, for the next arena when this one is finished."""
+        return self._planes
 
     @property
     def length(self) -> int:

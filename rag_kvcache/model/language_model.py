@@ -22,6 +22,9 @@ from rag_kvcache.model.guard import evaluating, lock_of, rope_restored
 from rag_kvcache.model.probe import probe
 from rag_kvcache.model.support import context_window, exact_limit
 
+_ARENA_STEP = 256  # tokens; so that arenas of similar requests fit each other
+_ROOMY = 4  # how many times larger than needed a kept arena may be, or one long prompt's stays for ever
+
 OnToken = Callable[[int], bool]
 """Called with each new token id, from the generating thread; returns True to stop."""
 
@@ -66,6 +69,7 @@ class LanguageModel:
         self.geometry: Geometry | None = probed.geometry
         self.support_reason = probed.reason
         self.exact_limit = exact_limit(model.config)
+        self._spare: Arena | None = None
 
     @property
     def name(self) -> str:
@@ -135,10 +139,17 @@ class LanguageModel:
         return frozenset() if eos is None else frozenset(np.atleast_1d(np.asarray(eos)).tolist())
 
     def new_arena(self, capacity: int) -> Arena:
-        """An empty arena for ``capacity`` tokens."""
+        """An empty arena for at least ``capacity`` tokens, on the memory of a returned one if that fits."""
         if self.geometry is None:
             raise UnsupportedModelError(self.support_reason)
-        return Arena(self.geometry, capacity)
+        spare, self._spare = self._spare, None
+        if spare is not None and capacity <= spare.capacity <= _ROOMY * capacity + _ARENA_STEP:
+            return Arena(self.geometry, spare.capacity, spare.memory)
+        return Arena(self.geometry, -(-capacity // _ARENA_STEP) * _ARENA_STEP)
+
+    def give_back(self, arena: Arena | None) -> None:
+        """Keep a finished arena's memory for the next request; None lets go of what is kept."""
+        self._spare = arena
 
     def generate(
         self,
