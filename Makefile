@@ -51,7 +51,7 @@ build: $(VENV)/.dev ## build the wheel and the source distribution into dist/
 	$(PY) -m build
 
 clean: ## remove the virtual environments and build results
-	rm -rf $(VENV) $(VENV_OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_OLDEST) .venv-demo dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # $(call make_venv,folder): a virtual environment with the pinned torch in it.
 define make_venv

@@ -54,8 +54,9 @@ def demo_model_folder(progress: Progress | None = None) -> Path:
     if folder.is_dir():
         return folder
     gguf = _demo_gguf()
-    if find_spec("gguf") is None:
-        raise MissingExtraError("gguf", "demo")
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF files with both
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "demo")
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / f"{name}.lock"):
         if folder.is_dir():

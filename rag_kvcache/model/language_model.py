@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from rag_kvcache.errors import ConfigurationError, RequestError, UnsupportedModelError
 from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.arena import Arena, Geometry
+from rag_kvcache.model.attention import faster_attention
 from rag_kvcache.model.compat import cache_keyword
 from rag_kvcache.model.fingerprint import model_fingerprint, weights_version
 from rag_kvcache.model.guard import evaluating, lock_of, rope_restored
@@ -168,7 +169,8 @@ class LanguageModel:
         kwargs: dict[str, Any] = {} if arena is None else {self._cache_keyword: arena.cache}
         tap = _Tap(on_token)
         rope = nullcontext() if self.exact_limit is None else rope_restored(self.model)
-        with evaluating(self.model), rope, _seeded(seed, device):
+        attention = nullcontext() if arena is None else faster_attention(self.model)
+        with evaluating(self.model), rope, attention, _seeded(seed, device):
             out = self.model.generate(  # type: ignore[operator]
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
