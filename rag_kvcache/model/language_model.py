@@ -26,6 +26,22 @@ from rag_kvcache.model.support import context_window, exact_limit
 _ARENA_STEP = 256  # tokens; so that arenas of similar requests fit each other
 _ROOMY = 4  # how many times larger than needed a kept arena may be, or one long prompt's stays for ever
 
+_CONTINUING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_MODES = (
+    *_CONTINUING_MODES,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+_SET_BY_ENGINE = {
+    "max_new_tokens": "pass max_new_tokens= to the request",
+    "max_length": "pass max_new_tokens= to the request",
+    "stop_strings": "pass stop= to the request",
+    "cache_implementation": "the engine brings the cache",
+    "num_return_sequences": "one request gives one answer: make several",
+    "return_dict_in_generate": "a Generation has the token ids",
+}
+
 OnToken = Callable[[int], bool]
 """Called with each new token id, from the generating thread; returns True to stop."""
 
@@ -101,10 +117,21 @@ class LanguageModel:
 
         Raises RequestError for fields that transformers does not know or refuses.
         """
+        taken = sorted(decoding.extra.keys() & _SET_BY_ENGINE.keys())
+        if taken:
+            raise RequestError("; ".join(f"generate_kwargs[{n!r}]: {_SET_BY_ENGINE[n]}" for n in taken))
         config = copy.deepcopy(self.model.generation_config)
-        unknown = config.update(**decoding.extra)
+        try:
+            unknown = config.update(**decoding.extra)
+        except ValueError as e:
+            raise RequestError(f"wrong generation settings: {e}") from None
         if unknown:
             raise RequestError(f"unknown generation settings: {', '.join(sorted(unknown))}")
+        if config.get_generation_mode() not in _MODES:
+            raise RequestError(
+                f"decoding by {config.get_generation_mode().value} is not supported: "
+                f"use one of {', '.join(mode.value for mode in _MODES)}"
+            )
         # A length limit of the model's own config would compete with max_new_tokens.
         config.max_length, config.max_new_tokens = None, decoding.max_new_tokens
         config.cache_implementation = None
@@ -116,10 +143,11 @@ class LanguageModel:
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         if config.pad_token_id is None and config.eos_token_id is not None:
-            eos = config.eos_token_id
-            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
-        if (config.num_return_sequences or 1) > 1:
-            raise RequestError("num_return_sequences > 1 is not supported: make one request each")
+            config.pad_token_id = _listed(config.eos_token_id)[0]
+        if not all(isinstance(token, int) for token in _listed(config.eos_token_id)):
+            raise RequestError(
+                f"eos_token_id must be a token id or a list of them, not {config.eos_token_id!r}"
+            )
         try:
             config.validate()
         except ValueError as e:
@@ -132,12 +160,11 @@ class LanguageModel:
         Beam search multiplies the cache, assisted decoding feeds the whole prompt again: neither does.
         """
         mode = config.get_generation_mode()
-        return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and config.use_cache is not False
+        return mode in _CONTINUING_MODES and config.use_cache is not False
 
     def eos_ids(self, config: GenerationConfig) -> frozenset[int]:
         """Ids that end a sequence."""
-        eos = config.eos_token_id
-        return frozenset() if eos is None else frozenset(np.atleast_1d(np.asarray(eos)).tolist())
+        return frozenset(_listed(config.eos_token_id))
 
     def new_arena(self, capacity: int) -> Arena:
         """An empty arena for at least ``capacity`` tokens, on the memory of a returned one if that fits."""
@@ -190,6 +217,13 @@ class LanguageModel:
         """
         greedy = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
         self.generate(ids, arena, greedy, None, lambda token: True)
+
+
+def _listed(ids: Any) -> list[Any]:
+    """A token id, a list of them, or None, as a list."""
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 class _Tap(StoppingCriteria):
