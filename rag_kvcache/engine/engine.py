@@ -27,7 +27,7 @@ from rag_kvcache.engine.request import (
     check_tenant,
 )
 from rag_kvcache.engine.worker import Emit
-from rag_kvcache.errors import EngineClosedError, RequestError
+from rag_kvcache.errors import EngineClosedError, InvalidTypeError, RequestError
 from rag_kvcache.keys import framed_digest
 from rag_kvcache.model.language_model import LanguageModel
 from rag_kvcache.model.load import load
@@ -210,7 +210,7 @@ class Engine:
                 default_prompt.SLOT,
             )
         template = check_prompt(prompt)
-        if slot not in str(template):
+        if not _has_slot(template, slot):
             raise RequestError(f"the prompt has no slot {slot!r}: name the place of the documents with slot=")
         done = [
             (d, *self._pipeline.warm(_filled(template, slot, d.text), d, who))
@@ -238,6 +238,9 @@ class Engine:
         "all" forgets everything of the tenant. Returns the number of entries dropped.
         """
         who = check_tenant(tenant, self.settings)
+        if not isinstance(target, Document | str):
+            kind = type(target).__name__
+            raise InvalidTypeError(f"invalidate takes a Document, a text or an id, not {kind}")
         return self._memory.invalidate(None if target == "all" else target, who)
 
     def refresh(self) -> None:
@@ -290,6 +293,11 @@ def _settings(settings: Settings | None, overrides: Mapping[str, Any]) -> Settin
     if settings is None:
         return Settings.make(**overrides)
     return Settings.make(**{**settings.model_dump(), **overrides}) if overrides else settings
+
+
+def _has_slot(template: str | Sequence[Mapping[str, Any]], slot: str) -> bool:
+    texts = [template] if isinstance(template, str) else [message["content"] for message in template]
+    return any(slot in text for text in texts)
 
 
 def _filled(template: str | Sequence[Mapping[str, Any]], slot: str, text: str) -> Prompt:

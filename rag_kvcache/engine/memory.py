@@ -127,7 +127,17 @@ class Memory:
             self.levels.find(s.kind, step.key)  # touched again, in this order
         if not step.store:
             return step
-        entry = Entry(
+        try:
+            kept = self.levels.keep(self._entry(step, planner, ids, arena, tenant))
+        except Exception as e:  # no memory for the copy: the answer is complete, only the cache is poorer
+            self.levels.fault("copy", e)
+            kept = False
+        return step if kept else replace(step, store=False, reason=Reason.STORE_FAULT)
+
+    def _entry(self, step: Step, planner: Planner, ids: TokenIds, arena: Arena, tenant: str) -> Entry:
+        """What a built segment is stored as."""
+        s = step.segment
+        return Entry(
             key=step.key,
             fingerprint=planner.keys(s.kind).fingerprint,
             tenant=self._scope(tenant) if s.kind == SegmentKind.STATIC else tenant,
@@ -139,7 +149,6 @@ class Memory:
             planes=arena.take(s.start, s.stop),
             documents=step.documents,
         )
-        return step if self.levels.keep(entry) else replace(step, store=False, reason=Reason.STORE_FAULT)
 
     def _keyring(self, model_fingerprint: bytes, tenant: str, kind: SegmentKind) -> KeyRing:
         owner = self._scope(tenant) if kind == SegmentKind.STATIC else tenant

@@ -53,7 +53,7 @@ class Pipeline:
             if refusal is None:
                 planner = self._planner(request.tenant)
                 plan = self._plan(planner, prompt, request.tenant)
-                arena = self._placed(plan, len(prompt.ids) + (config.max_new_tokens or 0))
+                plan, arena = self._placed_or_empty(plan, len(prompt.ids) + (config.max_new_tokens or 0))
                 self._model.generate(prompt.ids, arena, config, request.seed, watch.on_token)
                 plan = self._memory.store(plan, planner, prompt.ids, arena, request.tenant)
                 self._model.give_back(arena)
@@ -74,7 +74,7 @@ class Pipeline:
         known = self._memory.locator([document], tenant)
         found = read(prompt, known, None, self._tokenizer, self._settings.block_tokens)
         if not found.has_offsets:
-            return 0, Reason.CONTROL_TOKENS
+            return 0, found.encoded.without_offsets
         if not found.layout.documents:
             return 0, Reason.NO_DOCUMENT_FOUND
         stop = found.layout.documents[0][1]
@@ -149,6 +149,15 @@ class Pipeline:
                 arena.place(step.entry.planes, step.reused)
         return arena
 
+    def _placed_or_empty(self, plan: Plan, capacity: int) -> tuple[Plan, Arena]:
+        """``_placed``; where a copy fails, an empty arena and a plan that reuses nothing."""
+        try:
+            return plan, self._placed(plan, capacity)
+        except Exception as e:
+            self._memory.levels.fault("place", e)
+            refused = prefill_all([step.segment for step in plan.steps], Reason.STORE_FAULT)
+            return refused, self._model.new_arena(capacity)
+
 
 def _account(request: Request, prompt: ReadPrompt, plan: Plan, watch: Watch, started: float) -> Generation:
     """The answer with its report."""
@@ -168,8 +177,8 @@ def _account(request: Request, prompt: ReadPrompt, plan: Plan, watch: Watch, sta
 
 
 def _reason(request: Request, prompt: ReadPrompt, plan: Plan) -> Reason:
-    """Where nothing was reused, the prompt's structure may be to blame rather than the cache."""
-    if plan.reused or plan.reason in (
+    """Where no document was found, the prompt is to blame, whatever the cache did."""
+    if plan.reason in (
         Reason.REUSE_OFF,
         Reason.UNSUPPORTED_FAMILY,
         Reason.DECODING_MODE,
@@ -177,5 +186,5 @@ def _reason(request: Request, prompt: ReadPrompt, plan: Plan) -> Reason:
     ):
         return plan.reason
     if not prompt.has_offsets:
-        return Reason.CONTROL_TOKENS
+        return prompt.encoded.without_offsets
     return Reason.NO_DOCUMENT_FOUND if request.documents and not prompt.layout.documents else plan.reason

@@ -207,6 +207,8 @@ def _give_back_last(steps: list[Step], tokens: int) -> Plan:
 
 def _why(steps: Sequence[Step]) -> Reason:
     """The first reason why the chain of reuse ended before the question, if it did."""
+    if any(step.reason == Reason.QUESTION_FIRST for step in steps):
+        return Reason.QUESTION_FIRST
     fine = (Reason.EXACT_PREFIX, Reason.EDGE_TOKENS, Reason.LAST_TOKEN, Reason.QUESTION)
     ended = next((step.reason for step in steps if step.reason not in fine), None)
     if ended is not None:

@@ -83,6 +83,7 @@ def check_request(
     _require(top_p is None or 0 < top_p <= 1, f"top_p must be in (0, 1], not {top_p}")
     if seed is not None:
         _is_int(seed, "seed")
+        _require(-(2**63) <= seed < 2**64, f"seed must fit into 64 bits, not {seed}")
     mode = settings.reuse if reuse is None else reuse
     _require(mode in get_args(Reuse), f"reuse must be one of {', '.join(get_args(Reuse))}, not {mode!r}")
     _is(generate_kwargs, Mapping | None, "generate_kwargs")

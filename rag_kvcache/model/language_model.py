@@ -198,13 +198,19 @@ class LanguageModel:
         rope = nullcontext() if self.exact_limit is None else rope_restored(self.model)
         attention = nullcontext() if arena is None else faster_attention(self.model)
         with evaluating(self.model), rope, attention, _seeded(seed, device):
-            out = self.model.generate(  # type: ignore[operator]
-                input_ids=inputs,
-                attention_mask=torch.ones_like(inputs),
-                generation_config=config,
-                stopping_criteria=StoppingCriteriaList([tap] if self.can_continue(config) else []),
-                **kwargs,
-            )
+            try:
+                out = self.model.generate(  # type: ignore[operator]
+                    input_ids=inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    generation_config=config,
+                    stopping_criteria=StoppingCriteriaList([tap] if self.can_continue(config) else []),
+                    **kwargs,
+                )
+            except (ValueError, TypeError) as e:
+                if tap.tokens:
+                    raise
+                # Processors are made from the settings just before the first forward.
+                raise RequestError(f"transformers refused these generation settings: {e}") from e
         if not tap.tokens:  # beams and the like know their tokens only at the end
             for token in out[0, inputs.shape[1] :].tolist():
                 if on_token(token):

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rag_kvcache.errors import ChatTemplateError, ConfigurationError
 from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.fingerprint import tokenizer_fingerprint
+from rag_kvcache.segment import Reason
 
 Message = Mapping[str, Any]
 
@@ -25,12 +26,13 @@ Message = Mapping[str, Any]
 class Encoded:
     """Token ids [tokens], and where each token stands in the text.
 
-    starts, ends: character offsets [tokens]; None when the tokenizer cannot tell them.
+    starts, ends: character offsets [tokens]; None when they are not known, because of ``without_offsets``.
     """
 
     ids: TokenIds
     starts: npt.NDArray[np.int64] | None = None
     ends: npt.NDArray[np.int64] | None = None
+    without_offsets: Reason = Reason.CONTROL_TOKENS
 
 
 class PromptTokenizer:
@@ -56,7 +58,8 @@ class PromptTokenizer:
         """Ids and offsets of ``text``; ``special`` adds what the tokenizer adds (such as BOS)."""
         with self._lock:
             if not self._tokenizer.is_fast:
-                return Encoded(_ids(self._tokenizer(text, add_special_tokens=special)["input_ids"]))
+                ids = _ids(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+                return Encoded(ids, without_offsets=Reason.NO_OFFSETS)
             out = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         offsets = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(_ids(out["input_ids"]), offsets[:, 0], offsets[:, 1])

@@ -81,9 +81,13 @@ class Levels:
         try:
             return call()
         except Exception as e:  # whatever a store raises, the answer goes on without it
-            self.faults[what] += 1
-            _log.warning("cache tier failed on %s, going on without it: %s: %s", what, type(e).__name__, e)
+            self.fault(what, e)
             return otherwise
+
+    def fault(self, what: str, error: Exception) -> None:
+        """Count and log a fault of the cache that the answer goes on without."""
+        self.faults[what] += 1
+        _log.warning("cache failed on %s, going on without it: %s: %s", what, type(error).__name__, error)
 
 
 def _homes(kind: SegmentKind) -> tuple[Level, ...]:

@@ -58,6 +58,19 @@ def make(**settings: Any) -> Engine:
             "contrastive",
         ),
         (lambda e: e.generate("x", generate_kwargs={"eos_token_id": "x"}), RequestError, "eos_token_id"),
+        (
+            lambda e: e.generate("x", generate_kwargs={"repetition_penalty": "a"}),
+            RequestError,
+            "repetition_penalty|penalty",
+        ),
+        (lambda e: e.generate("x", seed=2**70), RequestError, "64 bits"),
+        (lambda e: e.invalidate(None), InvalidTypeError, "Document"),
+        (lambda e: e.invalidate([KETTLE.text]), InvalidTypeError, "list"),
+        (
+            lambda e: e.warm([KETTLE], prompt=[{"role": "user", "content": "x"}], slot="role"),
+            RequestError,
+            "slot",
+        ),
         (lambda e: e.generate("x " * 2000), PromptTooLongError, "1024"),
         (lambda e: e.generate("x", max_new_tokens=5000), PromptTooLongError, "5000"),
         (lambda e: e.answer("", [KETTLE]), RequestError, "question"),
@@ -265,3 +278,40 @@ def test_documents_as_plain_strings_and_content_parts() -> None:
         for m in engine._rag_prompt(KETTLE.text, "how long?", None)
     ]
     assert engine.generate(parts, documents=(Document(KETTLE.text) for _ in range(2))).text == text
+
+
+def test_a_slot_is_looked_for_in_the_messages_themselves() -> None:
+    engine = make()
+    messages = [{"role": "user", "content": "Context: <<\nX>> Question?"}]
+    assert engine.warm([KETTLE], prompt=messages, slot="<<\nX>>").built == 1
+
+
+def test_documents_given_but_not_in_the_prompt_are_told_whatever_else_was_reused() -> None:
+    engine = make()
+    prompt = "You are a helpful shop assistant. " * 20 + "Question: how long?"
+    for _ in range(2):
+        generation = engine.generate(prompt, documents=[KETTLE])
+    assert generation.report.reused_tokens > 0
+    assert generation.report.reason == Reason.NO_DOCUMENT_FOUND
+
+
+@pytest.mark.parametrize("method", ["take", "place"])
+def test_a_copy_that_fails_costs_the_cache_and_not_the_answer(method: str, monkeypatch: Any) -> None:
+    from rag_kvcache.model.arena import Arena
+
+    engine = make()
+    expected = engine.answer("how long?", [KETTLE]).token_ids
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Arena, method, fail)
+    document = KETTLE if method == "place" else RETURNS
+    wanted = expected if method == "place" else engine.answer("how long?", [RETURNS], reuse="off").token_ids
+    generation = engine.answer("how long?", [document])
+    assert generation.token_ids == wanted
+    assert generation.report.reused_tokens == 0 if method == "place" else True
+    assert Reason.STORE_FAULT in {s.reason for s in generation.report.segments}
+    assert sum(engine.stats().faults.values()) > 0
+    monkeypatch.undo()
+    assert engine.answer("how long?", [document]).token_ids == wanted

@@ -209,7 +209,8 @@ class EngineBacked(BaseModel):
         """Keyword arguments of the engine, after it was told of the documents retrieved."""
         if found.documents and found.source is not Link.GIVEN:
             self.engine.remember(found.documents, tenant=call.engine["tenant"])
-        return {**call.engine, "documents": found.documents}
+        question = call.engine["question"] or found.question
+        return {**call.engine, "question": question, "documents": found.documents}
 
     def _configured(self, bound: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
         """A copy of this model with the fields that a call binds, and what else it binds.

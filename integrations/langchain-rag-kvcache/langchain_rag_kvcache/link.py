@@ -33,10 +33,14 @@ class Link(StrEnum):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Documents that may stand in one prompt, and where they came from."""
+    """Documents that may stand in one prompt, and where they came from.
+
+    question: what they were retrieved for. Where it stands in the prompt it is kept out of the cache.
+    """
 
     documents: tuple[Document, ...] = ()
     source: Link = Link.NONE
+    question: str | None = None
 
     def link(self, report: Report) -> Link:
         """How what the report tells of was linked."""
@@ -57,7 +61,9 @@ def candidates(
         return Candidates(to_documents(given), Link.GIVEN)
     handler = retrieved_documents()
     try:
-        in_run = [document for parent in parents for document in handler.near(parent)]
+        runs = list(parents)
+        in_run = [document for parent in runs for document in handler.near(parent)]
+        question = next((query for parent in runs if (query := handler.query_near(parent))), None)
         in_artifacts = [
             document
             for message in messages
@@ -70,7 +76,7 @@ def candidates(
         return Candidates()
     if not found:
         return Candidates()
-    return Candidates(found, Link.RUN if in_run else Link.ARTIFACT)
+    return Candidates(found, Link.RUN if in_run else Link.ARTIFACT, question)
 
 
 def parent_run(run_manager: Any) -> UUID | None:

@@ -29,12 +29,17 @@ _P = ParamSpec("_P")
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A run that has not ended. ``below``: the ids of live runs under it, kept for roots only."""
+    """A run that has not ended.
+
+    below: the ids of live runs under it, kept for roots only. ``query``: what its documents were last
+        retrieved for.
+    """
 
     id: UUID
     parent: _Run | None
     documents: OrderedDict[str, Document] = field(default_factory=OrderedDict)
     below: set[UUID] = field(default_factory=set)
+    query: str | None = None
 
     def upwards(self) -> Iterator[_Run]:
         run: _Run | None = self
@@ -87,11 +92,19 @@ class RetrievedDocuments(BaseCallbackHandler):
     def near(self, run_id: UUID | None) -> tuple[Document, ...]:
         """The Documents of the nearest run that has any, from ``run_id`` upwards."""
         with self._lock:
-            run = self._runs.get(run_id) if run_id is not None else None
-            for ancestor in run.upwards() if run is not None else ():
-                if ancestor.documents:
-                    return tuple(ancestor.documents.values())
-        return ()
+            run = self._nearest(run_id)
+            return () if run is None else tuple(run.documents.values())
+
+    def query_near(self, run_id: UUID | None) -> str | None:
+        """What the Documents of ``near`` were last retrieved for: often the question itself."""
+        with self._lock:
+            run = self._nearest(run_id)
+            return None if run is None else run.query
+
+    def _nearest(self, run_id: UUID | None) -> _Run | None:
+        run = self._runs.get(run_id) if run_id is not None else None
+        upwards = run.upwards() if run is not None else iter(())
+        return next((ancestor for ancestor in upwards if ancestor.documents), None)
 
     def log_fault(self, error: Exception) -> None:
         """Warn the first time that linking fails; later faults are logged at debug level."""
@@ -153,6 +166,8 @@ class RetrievedDocuments(BaseCallbackHandler):
     ) -> None:
         """A retriever began."""
         self._begin(run_id, parent_run_id)
+        with self._lock:
+            self._runs[run_id].query = query if isinstance(query, str) else None
 
     @_never_raises
     def on_retriever_end(
@@ -164,6 +179,7 @@ class RetrievedDocuments(BaseCallbackHandler):
             run = self._runs.get(run_id) or self._add(run_id, parent_run_id)
             for ancestor in run.upwards():
                 ancestor.documents.update(found)
+                ancestor.query = run.query
                 while len(ancestor.documents) > self._max_documents:
                     ancestor.documents.popitem(last=False)
             self._drop(run_id)
