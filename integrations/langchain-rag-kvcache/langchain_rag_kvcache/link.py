@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage, HumanMessage, ToolMessage
 from langchain_core.runnables.config import var_child_runnable_config
 
 from langchain_rag_kvcache.documents import documents_within, to_documents
@@ -71,12 +71,29 @@ def candidates(
             for document in documents_within(message.artifact)
         ]
         found = to_documents([*in_run, *in_artifacts])
+        if messages and not _asked(question, messages, found):
+            question = None
     except Exception as error:
         handler.log_fault(error)
         return Candidates()
     if not found:
         return Candidates()
     return Candidates(found, Link.RUN if in_run else Link.ARTIFACT, question)
+
+
+def _asked(question: str | None, messages: Sequence[BaseMessage], documents: Sequence[Document]) -> bool:
+    """Whether the retriever's query stands in what the user says last, its documents apart.
+
+    A rewritten query (history-aware retrieval) may stand elsewhere by chance, in the system prompt say, and
+    would then be taken for a question in front of the documents.
+    """
+    last = next((m for m in reversed(messages) if isinstance(m, HumanMessage)), None)
+    if question is None or last is None:
+        return False
+    said = str(last.text)
+    for document in documents:
+        said = said.replace(document.text.strip(), "")
+    return question in said
 
 
 def parent_run(run_manager: Any) -> UUID | None:

@@ -9,6 +9,7 @@ import pytest
 from llama_index.core import PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.rag_kvcache import RAGKVCacheLLM
+from llama_index.llms.rag_kvcache.retrieved import register
 
 from rag_kvcache.engine import Engine
 from rag_kvcache.errors import InvalidTypeError, RequestError
@@ -212,15 +213,23 @@ def test_chat_engine_with_context(
 
 
 def test_a_failing_node_does_not_break_the_query(
-    index: VectorStoreIndex, llm: RAGKVCacheLLM, monkeypatch: pytest.MonkeyPatch
+    index: VectorStoreIndex,
+    llm: RAGKVCacheLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
+    monkeypatch.setattr(register(), "_fault_logged", False)
+
     monkeypatch.setattr("llama_index.llms.rag_kvcache.retrieved.as_document", fail)
     assert index.as_query_engine(llm=llm).query(WARRANTY).response  # type: ignore[union-attr]
     monkeypatch.setattr("llama_index.llms.rag_kvcache.retrieved.candidates", fail)
-    assert index.as_query_engine(llm=llm).query(WARRANTY).response  # type: ignore[union-attr]
+    for _ in range(2):
+        assert index.as_query_engine(llm=llm).query(WARRANTY).response  # type: ignore[union-attr]
+    warnings = [r for r in caplog.records if r.levelname == "WARNING" and "could not be linked" in r.message]
+    assert len(warnings) == 1, "told once, not at every query"
 
 
 def test_warm_builds_for_the_default_query_engine(

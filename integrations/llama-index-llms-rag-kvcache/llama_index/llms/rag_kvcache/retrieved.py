@@ -98,6 +98,19 @@ class SpanLog:
         self._open: OrderedDict[str, _Span] = OrderedDict()
         self._finished: deque[_Run] = deque(maxlen=_MAX_FINISHED)
         self._lock = Lock()
+        self._fault_logged = False
+
+    def fault(self, what: str, error: Exception) -> None:
+        """Warn the first time that linking fails; later faults are logged at debug level."""
+        level = logging.DEBUG if self._fault_logged else logging.WARNING
+        self._fault_logged = True
+        _log.log(
+            level,
+            "retrieved nodes could not be linked to the model's prompt (%s); it is answered without: %r",
+            what,
+            error,
+            exc_info=error,
+        )
 
     def enter(self, span_id: str, parent: str | None, arguments: dict[str, Any], instance: Any) -> None:
         """A span starts; a response synthesizer's span brings its nodes or chunks."""
@@ -266,8 +279,8 @@ class RetrievedEvents(BaseEventHandler):
                 self._spans.retrieved(event.span_id, event.nodes)
             elif isinstance(event, GetResponseStartEvent):
                 self._spans.chunks(event.span_id, event.text_chunks, event.query_str)
-        except Exception:
-            _log.debug("could not record %s", type(event).__name__, exc_info=True)
+        except Exception as error:
+            self._spans.fault(type(event).__name__, error)
 
 
 class RetrievedSpans(BaseSpanHandler[BaseSpan]):
@@ -301,8 +314,8 @@ class RetrievedSpans(BaseSpanHandler[BaseSpan]):
         """A span starts."""
         try:
             self._spans.enter(id_, parent_span_id, bound_args.arguments, instance)
-        except Exception:
-            _log.debug("could not record the start of span %s", id_, exc_info=True)
+        except Exception as error:
+            self._spans.fault("start of a span", error)
 
     def prepare_to_exit_span(
         self,
@@ -315,8 +328,8 @@ class RetrievedSpans(BaseSpanHandler[BaseSpan]):
         """A span ends."""
         try:
             self._spans.leave(id_, result)
-        except Exception:
-            _log.debug("could not record the end of span %s", id_, exc_info=True)
+        except Exception as error:
+            self._spans.fault("end of a span", error)
 
     def prepare_to_drop_span(
         self,
@@ -346,6 +359,6 @@ def retrieved_for(log: SpanLog, prompt: str) -> Retrieved:
     """What the query around the running code has retrieved. Never raises: without it, reuse still works."""
     try:
         return log.of(active_span_id.get(), prompt)
-    except Exception:
-        _log.debug("could not look up what was retrieved", exc_info=True)
+    except Exception as error:
+        log.fault("look-up", error)
         return Retrieved()
