@@ -1,0 +1,141 @@
+"""Re-positioning of cached keys: turns them from the position they were computed at to another.
+
+Rotary position embeddings (RoFormer, arXiv 2104.09864) turn each pair of a key's dimensions by an angle
+proportional to its position, so a key moves by turning it by the difference. Scaled variants (linear, YaRN,
+Llama-3) only choose other frequencies; a factor on the keys (YaRN) is in them already and stays.
+
+Which frequencies and which pairing a layer uses is not read from the family's name but found out: a few
+tokens are run at two places, and the rotation that carries one layer's keys over to the other's is its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rag_kvcache.model.compat import cache_of
+from rag_kvcache.model.guard import evaluating, rope_restored
+from rag_kvcache.model.support import context_window
+
+_TRIAL_TOKENS = 8
+_TRIAL_DISTANCE = 89  # far enough to tell all but the slowest frequencies apart, prime
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_HALF_TOLERANCE = 3e-2  # of the largest key; a key has 8 (bf16) to 11 (fp16) significant bits
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one layer's keys depend on their position.
+
+    frequencies: radians per position, one per pair of rotated dimensions; none when keys carry no position
+        (ALiBi, NoPE). Dimensions beyond ``2 * len(frequencies)`` are not touched.
+    interleaved: pairs are (0, 1), (2, 3), ... as in GPT-J; otherwise (0, n), (1, n + 1), ... as in Llama.
+    """
+
+    frequencies: tuple[float, ...] = ()
+    interleaved: bool = False
+
+    def turn_into(self, out: torch.Tensor, keys: torch.Tensor, distance: int) -> None:
+        """Write ``keys`` [..., tokens, dim], moved ``distance`` positions on, into ``out`` of their shape.
+
+        One pass: angles are made in float64 and applied in at least float32.
+        ``out`` may not overlap ``keys``.
+        """
+        rotated = 2 * len(self.frequencies)
+        out[..., rotated:].copy_(keys[..., rotated:])
+        if not rotated or distance == 0:
+            out[..., :rotated].copy_(keys[..., :rotated])
+            return
+        angles = torch.tensor(self.frequencies, dtype=torch.float64) * distance
+        exact = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = angles.cos().to(keys.device, exact), angles.sin().to(keys.device, exact)
+        (a, b), (to_a, to_b) = self._pairs(keys[..., :rotated]), self._pairs(out[..., :rotated])
+        if exact == keys.dtype:
+            torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
+            torch.mul(b, cos, out=to_b).addcmul_(a, sin)
+        else:
+            a, b = a.to(exact), b.to(exact)
+            to_a.copy_(a * cos - b * sin)
+            to_b.copy_(b * cos + a * sin)
+
+    def _pairs(self, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and of the second dimension of every pair."""
+        if self.interleaved:
+            return rotated[..., 0::2], rotated[..., 1::2]
+        half = rotated.shape[-1] // 2
+        return rotated[..., :half], rotated[..., half:]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """rotations: one per layer; None when the model's keys cannot be moved, for ``reason``."""
+
+    rotations: tuple[Rotation, ...] | None
+    reason: str
+
+
+def find_rope(model: PreTrainedModel) -> Rope:
+    """Find out how each layer's keys depend on their position. Two forwards of 8 tokens.
+
+    Frequencies that depend on the sequence's length (dynamic NTK, longrope) are those of short sequences:
+    ``support.exact_limit`` says up to where these hold.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return Rope(None, "the model takes no positions (ALiBi)")
+    distance = min(_TRIAL_DISTANCE, context_window(model.config, 1 << 20) // 2)
+    here, there = _kv_at(model, 0), _kv_at(model, distance)
+    candidates = [Rotation(), *_candidates(model)]
+    found = []
+    for (keys, values), (moved_keys, moved_values) in zip(here, there, strict=True):
+        if not _same(values, moved_values):
+            return Rope(None, "values depend on the position (learned positions): cannot be moved")
+        fitting = next((r for r in candidates if _carries(r, keys, moved_keys, distance)), None)
+        if fitting is None:
+            return Rope(None, "keys depend on the position in an unknown way")
+        found.append(fitting)
+    return Rope(tuple(found), "keys carried over when tried at construction")
+
+
+def _kv_at(model: PreTrainedModel, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values per layer, each [1, heads, tokens, dim], of a few tokens at positions ``start`` .."""
+    ids = torch.arange(1, _TRIAL_TOKENS + 1, device=model.device).unsqueeze(0)
+    positions = torch.arange(start, start + _TRIAL_TOKENS, device=model.device).unsqueeze(0)
+    with evaluating(model), rope_restored(model):
+        cache = cache_of(model(input_ids=ids, position_ids=positions, use_cache=True))
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _candidates(model: PreTrainedModel) -> Iterator[Rotation]:
+    """The rotations that the model's buffers hint at."""
+    seen = set()
+    for module in model.modules():
+        # Gemma 3 has one buffer per layer type: full_attention_inv_freq, sliding_attention_inv_freq.
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
+                seen.add(tuple(buffer.double().cpu().tolist()))
+    # GPT-J and its kin keep a table of sines instead, one row per position: row 1 has the frequencies.
+    for module in model.modules():
+        table = getattr(module, "embed_positions", None)
+        if isinstance(table, torch.Tensor) and table.dim() == 2 and table.shape[1] % 2 == 0:
+            sin, cos = table[1].double().cpu().chunk(2)
+            seen.add(tuple(torch.atan2(sin, cos).tolist()))
+    for frequencies in sorted(seen):
+        yield Rotation(frequencies)
+        yield Rotation(frequencies, interleaved=True)
+
+
+def _carries(rotation: Rotation, keys: torch.Tensor, expected: torch.Tensor, distance: int) -> bool:
+    if 2 * len(rotation.frequencies) > keys.shape[-1]:
+        return False
+    moved = torch.empty_like(keys)
+    rotation.turn_into(moved, keys, distance)
+    return _same(moved, expected)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    tolerance = _TOLERANCE.get(a.dtype, _HALF_TOLERANCE)
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))

@@ -1,0 +1,114 @@
+"""Re-positioned keys are the keys that the model computes at the new position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rag_kvcache.model.rope import Rotation, _kv_at, find_rope
+from tests.tiny import FAMILIES, tiny_model
+
+NOT_MOVED = {"gpt2": "learned positions", "bloom": "takes no positions"}
+MOVED = sorted(FAMILIES.keys() - NOT_MOVED.keys())
+LAYOUTS = [Rotation((1.0, 0.3, 0.01)), Rotation((1.0, 0.3, 0.01), interleaved=True)]
+
+
+def turned(rotation: Rotation, keys: torch.Tensor, distance: int) -> torch.Tensor:
+    out = torch.full_like(keys, float("nan"))
+    rotation.turn_into(out, keys, distance)
+    return out
+
+
+@pytest.mark.parametrize("distance", [1, 7, 61, 180])
+@pytest.mark.parametrize("family", MOVED)
+def test_moved_keys_are_those_computed_there(family: str, distance: int) -> None:
+    model = tiny_model(family)
+    rope = find_rope(model)
+    assert rope.rotations is not None, rope.reason
+    layers = zip(rope.rotations, _kv_at(model, 3), _kv_at(model, 3 + distance), strict=True)
+    for rotation, (keys, values), (expected, same_values) in layers:
+        torch.testing.assert_close(turned(rotation, keys, distance), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(turned(rotation, expected, -distance), keys, rtol=0, atol=1e-4)
+        torch.testing.assert_close(values, same_values, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gptj", "gpt_neox"])
+def test_in_half_precision_the_error_stays_within_rounding(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    rotations = find_rope(model).rotations
+    assert rotations is not None
+    for rotation, (keys, _), (expected, _) in zip(
+        rotations, _kv_at(model, 0), _kv_at(model, 61), strict=True
+    ):
+        error = (turned(rotation, keys, 61).float() - expected.float()).abs().max()
+        assert error <= 3e-2 * expected.float().abs().max()
+
+
+@pytest.mark.parametrize(("family", "why"), NOT_MOVED.items())
+def test_what_cannot_be_moved_is_refused_with_the_reason(family: str, why: str) -> None:
+    rope = find_rope(tiny_model(family))
+    assert rope.rotations is None
+    assert why in rope.reason
+
+
+def test_layers_with_bases_of_their_own_turn_each_by_its_own() -> None:
+    rotations = find_rope(tiny_model("gemma3")).rotations
+    assert rotations is not None
+    assert rotations[0] == rotations[2] != rotations[1] == rotations[3]
+
+
+def test_gptj_pairs_neighbours_and_llama_halves() -> None:
+    gptj, llama = find_rope(tiny_model("gptj")).rotations, find_rope(tiny_model()).rotations
+    assert gptj is not None
+    assert gptj[0].interleaved
+    assert llama is not None
+    assert not llama[0].interleaved
+
+
+def test_alibi_has_nothing_to_turn() -> None:
+    assert find_rope(tiny_model("falcon_alibi")).rotations == (Rotation(),) * 3
+
+
+@pytest.mark.parametrize("rotation", LAYOUTS)
+class TestRotation:
+    def test_moves_add_up(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8)
+        step_by_step = keys
+        for distance in (7, -3, 100):
+            step_by_step = turned(rotation, step_by_step, distance)
+        torch.testing.assert_close(step_by_step, turned(rotation, keys, 104), rtol=0, atol=1e-5)
+
+    def test_there_and_back_is_where_it_was(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8)
+        there = turned(rotation, keys, 5000)
+        torch.testing.assert_close(turned(rotation, there, -5000), keys, rtol=0, atol=1e-5)
+
+    def test_dimensions_beyond_pass_through_bit_by_bit(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8, dtype=torch.float32)
+        assert torch.equal(turned(rotation, keys, 17)[..., 6:], keys[..., 6:])
+
+    def test_each_pair_keeps_its_length(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8)
+        before, after = (
+            torch.stack(rotation._pairs(t[..., :6])).norm(dim=0) for t in (keys, turned(rotation, keys, 33))
+        )
+        torch.testing.assert_close(before, after)
+
+    def test_no_distance_changes_nothing(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8)
+        assert torch.equal(turned(rotation, keys, 0), keys)
+
+    def test_the_source_is_left_alone(self, rotation: Rotation) -> None:
+        keys = torch.randn(2, 5, 8)
+        before = keys.clone()
+        turned(rotation, keys, 9)
+        assert torch.equal(keys, before)
+
+
+def test_a_long_way_is_as_exact_as_a_short_one() -> None:
+    """Angles in float64: float32 ones would be off by 0.002 rad at 30,000 positions."""
+    rotation, keys = Rotation((1.0,)), torch.tensor([[1.0, 0.0]])
+    angle = torch.tensor(30_001.0, dtype=torch.float64)
+    expected = torch.stack([angle.cos(), angle.sin()]).float()
+    torch.testing.assert_close(turned(rotation, keys, 30_001)[0], expected, rtol=0, atol=1e-6)
