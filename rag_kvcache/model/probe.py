@@ -40,14 +40,20 @@ def probe(model: PreTrainedModel) -> Probed:
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=model.device).unsqueeze(0)
     with evaluating(model):
         whole = model(input_ids=ids, use_cache=True)
-        cache = cache_of(whole)
-        layers = [_keys_and_values(layer) for layer in getattr(cache, "layers", [])]
-        if not layers or None in layers:
+        layers = kv_layers(cache_of(whole))
+        if layers is None:
             return Probed(None, "the model keeps state that cannot be cut by token")
-        geometry = Geometry.of([kv for kv in layers if kv is not None])
+        geometry = Geometry.of(layers)
         if family is not None:
             return Probed(geometry, family.reason)
         return _tried(model, ids, whole.logits[0, -1], geometry)
+
+
+def kv_layers(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Each layer's keys and values [1, heads, tokens, dim]; None for a cache of anything else."""
+    layers = [_keys_and_values(layer) for layer in getattr(cache, "layers", [])]
+    found = [kv for kv in layers if kv is not None]
+    return found if found and len(found) == len(layers) else None
 
 
 def _keys_and_values(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

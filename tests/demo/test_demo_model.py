@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rag_kvcache.errors import MissingExtraError, ModelNotFoundError
 from rag_kvcache.model import demo
+from rag_kvcache.model.rope import find_rope
 
 
 @pytest.fixture
@@ -159,3 +160,10 @@ class TestModel:
         )
         ids = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0][inputs["input_ids"].shape[1] :]
         assert demo_tokenizer.decode(ids) == "The capital of France is Paris.<|im_end|>"
+
+    @pytest.mark.real_model
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_its_keys_can_be_moved_in_every_precision(self, demo_folder: Path, dtype: torch.dtype) -> None:
+        rope = find_rope(AutoModelForCausalLM.from_pretrained(demo_folder, dtype=dtype))
+        assert rope.rotations is not None, rope.reason
+        assert [len(r.frequencies) for r in rope.rotations] == [32] * 30

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rag_kvcache.model.rope import Rotation, _kv_at, find_rope
+from rag_kvcache.model.rope import Rotation, find_rope
+from rag_kvcache.model.rope import _kv_at as kv_at_or_none
 from tests.tiny import FAMILIES, tiny_model
 
 NOT_MOVED = {"gpt2": "learned positions", "bloom": "takes no positions"}
 MOVED = sorted(FAMILIES.keys() - NOT_MOVED.keys())
 LAYOUTS = [Rotation((1.0, 0.3, 0.01)), Rotation((1.0, 0.3, 0.01), interleaved=True)]
+
+
+def _kv_at(model: PreTrainedModel, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    layers = kv_at_or_none(model, start)
+    assert layers is not None
+    return layers
 
 
 def turned(rotation: Rotation, keys: torch.Tensor, distance: int) -> torch.Tensor:
@@ -112,3 +120,56 @@ def test_a_long_way_is_as_exact_as_a_short_one() -> None:
     angle = torch.tensor(30_001.0, dtype=torch.float64)
     expected = torch.stack([angle.cos(), angle.sin()]).float()
     torch.testing.assert_close(turned(rotation, keys, 30_001)[0], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_in_deep_half_precision_models_is_no_refusal(dtype: torch.dtype) -> None:
+    deep = tiny_model(num_hidden_layers=40).to(dtype)
+    rotations = find_rope(deep).rotations
+    assert rotations is not None
+    assert {len(r.frequencies) for r in rotations} == {4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_large_dimensions_do_not_hide_a_rotation(dtype: torch.dtype) -> None:
+    """As in Qwen2, whose key biases reach the hundreds: here dimensions that GPT-NeoX does not rotate."""
+    model = tiny_model("gpt_neox")
+    attention = model.gpt_neox.layers[0].attention
+    bias = attention.query_key_value.bias.data.view(4, 3, 16)
+    bias[:, 1, 4:] = 1e6 if dtype == torch.float32 else 1e3
+    rotations = find_rope(model.to(dtype)).rotations
+    assert rotations is not None
+    assert len(rotations[0].frequencies) == 2
+
+
+def test_trying_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("llama_dynamic_ntk").train()
+    find_rope(model)
+    assert all(m.training and not m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("window", [8, 9, 16, 64])
+def test_a_short_context_window_is_no_error(window: int) -> None:
+    rope = find_rope(tiny_model(max_position_embeddings=window))
+    assert (rope.rotations is None) == (window < 10)
+    assert find_rope(tiny_model("gpt2", n_positions=window)).rotations is None
+
+
+def test_state_other_than_kv_is_refused() -> None:
+    import transformers
+
+    config = transformers.JambaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=2,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        mamba_d_state=4,
+        use_mamba_kernels=False,
+        pad_token_id=0,
+    )
+    assert find_rope(transformers.AutoModelForCausalLM.from_config(config)).rotations is None
