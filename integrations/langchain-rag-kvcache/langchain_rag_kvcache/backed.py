@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -195,9 +196,9 @@ class EngineBacked(BaseModel):
         """Close the engine, also for all models that share it."""
         self.engine.close()
 
+    @abstractmethod
     def _engine_prompt(self, value: PromptValue) -> str | list[dict[str, Any]]:
         """A prompt as this kind of model hands it to the engine."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ one call
 

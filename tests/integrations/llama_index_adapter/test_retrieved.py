@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from llama_index.core.schema import TextNode
 from llama_index.llms.rag_kvcache.retrieved import SpanLog, candidates
 
@@ -78,3 +81,18 @@ def test_bounded_when_spans_never_end() -> None:
     assert log.of(None, f"{A} 17!").documents == ()
     log.drop("Engine.query-9999")
     log.leave("Engine.query-unknown")
+
+
+class _Unreadable(TextNode):
+    def get_content(self, *args: object, **kwargs: object) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_node_without_text_is_told_once_and_the_others_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    log = SpanLog()
+    log.enter("Engine.query-1", None, {}, None)
+    with caplog.at_level(logging.WARNING):
+        log.retrieved("Engine.query-1", [_Unreadable(text=B), TextNode(text=A), _Unreadable(text=B)])
+    assert [d.text for d in log.of("Engine.query-1", A).documents] == [A]
+    (told,) = caplog.records
+    assert "_Unreadable has no text" in told.getMessage()

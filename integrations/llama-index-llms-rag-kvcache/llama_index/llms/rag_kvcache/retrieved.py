@@ -112,6 +112,14 @@ class SpanLog:
             exc_info=error,
         )
 
+    def _readable(self, nodes: Iterable[Any]) -> Iterable[Document]:
+        """Nodes as documents; one whose text cannot be read is told and left out."""
+        for node in nodes:
+            try:
+                yield as_document(node)
+            except Exception as e:  # a node class of the user's may raise what it likes
+                self.fault(f"a node of type {type(node).__name__} has no text for the LLM", e)
+
     def enter(self, span_id: str, parent: str | None, arguments: dict[str, Any], instance: Any) -> None:
         """A span starts; a response synthesizer's span brings its nodes or chunks."""
         span = _Span(parent)
@@ -150,7 +158,7 @@ class SpanLog:
 
     def retrieved(self, span_id: str | None, nodes: Iterable[Any]) -> None:
         """A retriever returned these nodes inside this span."""
-        documents = list(_readable(nodes))
+        documents = list(self._readable(nodes))
         with self._lock:
             if span_id is None or (span := self._open.get(span_id)) is None:
                 self._finished.append(_Run(tuple(documents)))
@@ -181,7 +189,7 @@ class SpanLog:
 
     def _read_arguments(self, span: _Span, arguments: dict[str, Any]) -> None:
         if (nodes := arguments.get("nodes")) is not None:
-            span.add(_readable(nodes))
+            span.add(self._readable(nodes))
         if (chunks := arguments.get("text_chunks")) is not None:
             span.chunks = [c for c in chunks if isinstance(c, str)][:_MAX_DOCUMENTS]
         query = arguments.get("query", arguments.get("query_str"))
@@ -236,14 +244,6 @@ def _passages(text: str) -> Iterable[str]:
             if passage := text[start:end].strip():
                 yield passage
             start = end
-
-
-def _readable(nodes: Iterable[Any]) -> Iterable[Document]:
-    for node in nodes:
-        try:
-            yield as_document(node)
-        except Exception:
-            _log.debug("a node of type %s has no text for the LLM", type(node).__name__, exc_info=True)
 
 
 def stands_in(text: str, prompt: str) -> bool:
