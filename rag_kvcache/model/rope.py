@@ -96,7 +96,10 @@ def find_rope(model: PreTrainedModel) -> Rope:
     Frequencies that depend on the sequence's length (dynamic NTK, longrope) are those of short sequences:
     ``support.exact_limit`` says up to where these hold.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    base = (
+        model.get_base_model() if hasattr(model, "get_base_model") else model
+    )  # behind peft's *args, **kwargs
+    if "position_ids" not in inspect.signature(base.forward).parameters:
         return Rope(None, "the model takes no positions (ALiBi)")
     reach = min(context_window(model.config, 1 << 20), exact_limit(model.config) or 1 << 20)
     distance = min(_TRIAL_DISTANCE, reach - _TRIAL_TOKENS - 1)

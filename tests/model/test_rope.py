@@ -173,3 +173,24 @@ def test_state_other_than_kv_is_refused() -> None:
         pad_token_id=0,
     )
     assert find_rope(transformers.AutoModelForCausalLM.from_config(config)).rotations is None
+
+
+def test_linearly_scaled_positions_move_too() -> None:
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_model(rope_parameters=scaled)
+    rotations = find_rope(model).rotations
+    assert rotations is not None
+    assert rotations[0].frequencies[0] == pytest.approx(0.25)
+    for rotation, (keys, _), (expected, _) in zip(
+        rotations, _kv_at(model, 3), _kv_at(model, 64), strict=True
+    ):
+        torch.testing.assert_close(turned(rotation, keys, 61), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_an_adapter_changes_nothing(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    target = {"llama": "k_proj", "gpt2": "c_attn", "bloom": "query_key_value"}[family]
+    config = peft.LoraConfig(target_modules=[target], fan_in_fan_out=family == "gpt2")
+    adapted = peft.get_peft_model(tiny_model(family), config)
+    assert find_rope(adapted) == find_rope(tiny_model(family))
