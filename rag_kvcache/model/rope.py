@@ -96,10 +96,7 @@ def find_rope(model: PreTrainedModel) -> Rope:
     Frequencies that depend on the sequence's length (dynamic NTK, longrope) are those of short sequences:
     ``support.exact_limit`` says up to where these hold.
     """
-    base = (
-        model.get_base_model() if hasattr(model, "get_base_model") else model
-    )  # behind peft's *args, **kwargs
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+    if not _takes_positions(model):
         return Rope(None, "the model takes no positions (ALiBi)")
     reach = min(context_window(model.config, 1 << 20), exact_limit(model.config) or 1 << 20)
     distance = min(_TRIAL_DISTANCE, reach - _TRIAL_TOKENS - 1)
@@ -125,6 +122,12 @@ def find_rope(model: PreTrainedModel) -> Rope:
             return Rope(None, "keys depend on the position in an unknown way")
         found.append(candidates[errors.index(best)])
     return Rope(tuple(found), "keys carried over when tried at construction")
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model, behind peft's wrapper (*args, **kwargs) if it has one, can be told positions."""
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)
+    return "position_ids" in inspect.signature(unwrap().forward).parameters
 
 
 class _Inputs:
