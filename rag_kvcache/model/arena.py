@@ -16,6 +16,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from rag_kvcache.model.rotation import Rotation
+
 Planes = tuple[torch.Tensor, ...]
 """KV of a run of tokens: per plane a tensor [slots, kv_heads, tokens, head_dim]."""
 
@@ -74,6 +76,7 @@ class ArenaLayer(CacheLayerMixin):
         self.keys: torch.Tensor = keys
         self.values: torch.Tensor = values
         self.length = 0
+        self.awaited: torch.Tensor | None = None
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
@@ -83,8 +86,16 @@ class ArenaLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``key_states``/``value_states`` [1, heads, new, dim]; returns all that is filled."""
+        """Take ``key_states``/``value_states`` [1, heads, new, dim]; returns all that is filled.
+
+        They go to the awaited slots if there are any, else behind what is filled.
+        """
         start, new = self.length, key_states.shape[-2]
+        if self.awaited is not None:
+            self.keys.index_copy_(2, self.awaited, key_states)
+            self.values.index_copy_(2, self.awaited, value_states)
+            self.length, self.awaited = start + new, None
+            return self.keys[:, :, : self.length], self.values[:, :, : self.length]
         # narrow, as it raises beyond the capacity; a slice would be empty there and take one token silently.
         self.keys.narrow(-2, start, new).copy_(key_states)
         self.values.narrow(-2, start, new).copy_(value_states)
@@ -111,14 +122,24 @@ class ArenaLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.length = 0
+        self.length, self.awaited = 0, None
+
+
+def _strides(indices: Sequence[int]) -> list[slice]:
+    """Evenly spaced indices as one slice, others one by one: a slice is a view, a list would be a copy."""
+    if len(indices) > 1:
+        step = indices[1] - indices[0]
+        if list(indices) == list(range(indices[0], indices[-1] + 1, step)):
+            return [slice(indices[0], indices[-1] + 1, step)]
+    return [slice(i, i + 1) for i in indices]
 
 
 class Arena:
     """KV for one sequence of at most ``capacity`` tokens, batch size 1.
 
     Contract: tokens [0, length) are filled; ``place`` appends a stored segment, the model appends what
-    it computes, ``take`` copies a run out. What is taken shares no storage with the arena.
+    it computes, ``take`` copies a run out. What is taken shares no storage with the arena. ``place_moved``
+    and ``await_slots`` fill it out of order: the next forward then computes the awaited slots.
     """
 
     def __init__(self, geometry: Geometry, capacity: int, memory: Planes | None = None) -> None:
@@ -133,6 +154,7 @@ class Arena:
             for spec, plane in zip(geometry.planes, self._planes, strict=True):
                 for index, (layer, name) in enumerate(spec.slots):
                     views[layer][name] = plane[index].unsqueeze(0)
+        self._specs = geometry.planes
         self._layers = [ArenaLayer(view["k"], view["v"]) for view in views]
         self.cache = Cache(layers=list(self._layers))
 
@@ -153,6 +175,42 @@ class Arena:
             mine.narrow(2, start, tokens).copy_(stored[:, :, :tokens])
         for layer in self._layers:
             layer.length = start + tokens
+
+    def place_moved(
+        self, planes: Planes, first: int, at: int, tokens: int, distance: int, rotations: Sequence[Rotation]
+    ) -> None:
+        """Write tokens [first, first + tokens) of a stored segment to slots [at, at + tokens).
+
+        The keys are turned ``distance`` positions on by their layer's rotation, in the same pass. What is
+        filled does not change: say so with ``await_slots``.
+        """
+        for spec, mine, stored in zip(self._specs, self._planes, planes, strict=True):
+            to, source = mine.narrow(2, at, tokens), stored.narrow(2, first, tokens)
+            values = [i for i, (_, name) in enumerate(spec.slots) if name == "v"]
+            for run in _strides(values):
+                to[run].copy_(source[run])
+            for rotation in dict.fromkeys(rotations):
+                keys = [
+                    i
+                    for i, (layer, name) in enumerate(spec.slots)
+                    if name == "k" and rotations[layer] == rotation
+                ]
+                for run in _strides(keys):
+                    rotation.turn_into(to[run], source[run], distance)
+
+    def await_slots(self, slots: torch.Tensor, total: int) -> None:
+        """Tokens [0, total) are filled but for ``slots`` (ascending positions), which the next forward computes."""
+        for layer in self._layers:
+            layer.awaited, layer.length = slots.to(layer.device), total - len(slots)
+
+    @property
+    def awaited(self) -> torch.Tensor | None:
+        """The slots that the next forward computes, None when it appends."""
+        return self._layers[0].awaited
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's keys and values, each [heads, capacity, dim]."""
+        return self._layers[index].keys[0], self._layers[index].values[0]
 
     def take(self, start: int, stop: int) -> Planes:
         """Copies of tokens [start, stop), each a fresh contiguous tensor without grad."""
