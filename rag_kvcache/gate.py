@@ -185,7 +185,9 @@ class SbertGate:
         """How many decisions came out which way, by ``Verdict``."""
         self._threshold = threshold
         self._timeout_s = timeout_s
-        self._new_records = lambda: TTLCache[bytes, Vector](per_document, ttl_s, timer=timer)
+        self._new_records: Callable[[], TTLCache[bytes, Vector]] = lambda: TTLCache(
+            per_document, ttl_s, timer=timer
+        )
         self._embed = _sentence_transformer(model) if embed is None else embed
         self._lock = threading.Lock()
         self._closed = False

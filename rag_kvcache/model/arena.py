@@ -199,7 +199,7 @@ class Arena:
                     rotation.turn_into(to[run], source[run], distance)
 
     def await_slots(self, slots: torch.Tensor, total: int) -> None:
-        """Tokens [0, total) are filled but for ``slots`` (ascending positions), which the next forward computes."""
+        """Tokens [0, total) are filled but for ``slots`` [n] (ascending), which the next forward computes."""
         for layer in self._layers:
             layer.awaited, layer.length = slots.to(layer.device), total - len(slots)
 

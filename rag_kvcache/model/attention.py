@@ -37,7 +37,7 @@ _MAX_QUERIES = 128  # from here on repeating the mask costs more than repeating 
 
 
 Listener = Callable[[int, torch.Tensor], None]
-"""Gets a layer's index and its queries [1, heads, queries, dim], positions applied. May raise to end the run."""
+"""Gets a layer's index and its queries [1, heads, queries, dim] with positions. May raise to end the run."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def watched_attention(model: PreTrainedModel, watched: Watched) -> Iterator[None
     """Forwards inside the block obey ``watched``. Contract: ``can_be_watched(model)``."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation_internal
-    config._attn_implementation_internal = _OURS[before]  # not the property: it would set nested configs too
+    # Not the property: it would set nested configs too.
+    config._attn_implementation_internal = _OURS[str(before)]
     token = _WATCHED.set(watched)
     try:
         yield

@@ -16,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from rag_kvcache.errors import ConfigurationError, RequestError, UnsupportedModelError
 from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.arena import Arena, Geometry
-from rag_kvcache.model.attention import faster_attention
+from rag_kvcache.model.attention import Watched, faster_attention, watched_attention
 from rag_kvcache.model.compat import cache_keyword
 from rag_kvcache.model.fingerprint import model_fingerprint, weights_version
 from rag_kvcache.model.guard import evaluating, lock_of, rope_restored
@@ -189,7 +189,9 @@ class LanguageModel:
     ) -> None:
         """Run transformers' ``generate`` on the whole ``ids`` [tokens], continuing what ``arena`` holds.
 
-        Without an arena it runs as transformers would by itself, with a cache of its own.
+        Without an arena it runs as transformers would by itself, with a cache of its own. An arena that
+        awaits slots (``Arena.await_slots``) gets exactly these computed by the first forward; the last token
+        must be one of them, and the model's attention one that can be watched.
         """
         device = self.model.device
         inputs = torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0).to(device)
@@ -197,6 +199,9 @@ class LanguageModel:
         tap = _Tap(on_token)
         rope = nullcontext() if self.exact_limit is None else rope_restored(self.model)
         attention = nullcontext() if arena is None else faster_attention(self.model)
+        if arena is not None and arena.awaited is not None:
+            kwargs |= self._scattered(inputs, arena.awaited)
+            attention = watched_attention(self.model, Watched(positions=lambda: arena.awaited))
         with evaluating(self.model), rope, attention, _seeded(seed, device):
             try:
                 out = self.model.generate(  # type: ignore[operator]
@@ -215,6 +220,20 @@ class LanguageModel:
             for token in out[0, inputs.shape[1] :].tolist():
                 if on_token(token):
                     break
+
+    def _scattered(self, inputs: torch.Tensor, awaited: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What makes ``generate`` run the ``awaited`` positions of ``inputs`` [1, tokens] first.
+
+        ``generate`` runs the last tokens that its cache lacks: so the model gets embeddings and positions in
+        an order that puts the awaited last, while logits processors see the ids as they stand.
+        """
+        awaited = awaited.to(inputs.device)
+        held = torch.ones(inputs.shape[1], dtype=torch.bool, device=inputs.device)
+        held[awaited] = False
+        order = torch.cat([held.nonzero()[:, 0], awaited])
+        with torch.no_grad():
+            embedded = self.model.get_input_embeddings()(inputs[:, order])
+        return {"inputs_embeds": embedded, "position_ids": order[None]}
 
     def prefill(self, ids: TokenIds, arena: Arena) -> None:
         """Fill ``arena`` with the KV of ``ids`` [tokens], of which it already holds a beginning.
