@@ -1,0 +1,1 @@
+"""Which tokens of moved documents to compute again: scores, and the choice by them."""
