@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GPTJForCausalLM
 
 from rag_kvcache.model.arena import Arena
 from rag_kvcache.model.attention import Watched, can_be_watched, watched_attention
@@ -18,8 +18,11 @@ from tests.tiny import tiny_model
 
 MOVABLE = [
     "llama", "llama3_rope", "llama_yarn", "qwen2", "qwen3", "mistral_window8", "gemma2", "gemma3",
-    "phi3_longrope", "gpt_neox", "gptj", "mixtral", "qwen3_moe",
+    "phi3_longrope", "gpt_neox", "mixtral", "qwen3_moe",
 ]  # fmt: skip
+# Older transformers give GPT-J an attention of its own, which cannot be watched.
+GPTJ_DISPATCHES = bool(getattr(GPTJForCausalLM, "_supports_attention_backend", False))
+MOVABLE += ["gptj"] * GPTJ_DISPATCHES
 TOKENS = 60
 IDS = np.random.default_rng(3).integers(3, 500, TOKENS)
 
@@ -124,6 +127,6 @@ def test_a_listener_gets_every_layers_queries_and_may_end_the_run() -> None:
     assert lm.model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("family", ["falcon_alibi", "bloom"])
+@pytest.mark.parametrize("family", ["falcon_alibi", "bloom"] + ["gptj"] * (not GPTJ_DISPATCHES))
 def test_families_with_attention_of_their_own_cannot_be_watched(family: str) -> None:
     assert not can_be_watched(tiny_model(family))
