@@ -11,7 +11,11 @@ from rag_kvcache.segment import Level, Outcome, Reason, SegmentKind
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One segment's account. ``reused`` of its ``tokens`` came from the cache."""
+    """One segment's account. ``reused`` of its ``tokens`` came from the cache.
+
+    moved_by: positions its cached keys were moved by; None when they were not.
+    recomputed: how many tokens that were in the cache were computed anew to repair it.
+    """
 
     kind: SegmentKind
     level: Level
@@ -20,6 +24,16 @@ class SegmentReport:
     outcome: Outcome
     reason: Reason
     label: str | None = None
+    moved_by: int | None = None
+    recomputed: int = 0
+
+    def __str__(self) -> str:
+        moved = "" if self.moved_by is None else f" by {self.moved_by:+}, {self.recomputed} recomputed"
+        label = f"  {self.label}" if self.label else ""
+        return (
+            f"{self.level} {self.kind:<9} {self.reused:>5}/{self.tokens:<5} {self.outcome:<9} "
+            f"{self.reason}{moved}{label}"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,8 +43,12 @@ class Report:
     ttft_s: seconds from the call to the first token, waiting, assembly and repair included; None
         when no token was generated.
     reused_tokens + prefilled_tokens == prompt_tokens.
-    mode: the reuse mode the request ran in ("exact" or "off").
-    reason: why nothing, or not more, was reused; EXACT_PREFIX when all went well.
+    mode: the reuse mode the request ran in ("exact", "gated", "always" or "off").
+    reason: why nothing, or not more, was reused; EXACT_PREFIX when all went well, MOVED when documents
+        were reused behind other text: the answer is then an approximation.
+    gate, similarity: what the gate said (``gate.Verdict``), and how similar the most similar earlier
+        question was, in [-1, 1]; None when it was not asked or had nothing to compare.
+    repair: the method that chose what was recomputed of moved documents; None when nothing was moved.
     """
 
     ttft_s: float | None
@@ -41,6 +59,19 @@ class Report:
     mode: str
     reason: Reason
     segments: tuple[SegmentReport, ...] = ()
+    gate: str | None = None
+    similarity: float | None = None
+    repair: str | None = None
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of moved documents that were computed anew; part of ``prefilled_tokens``."""
+        return sum(s.recomputed for s in self.segments)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the answer is the one an uncached run gives."""
+        return all(s.moved_by is None for s in self.segments)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON types."""
@@ -56,12 +87,11 @@ class Report:
             f"{self.mode}: {ttft}, {self.prompt_tokens} prompt tokens = "
             f"{self.reused_tokens} reused + {self.prefilled_tokens} prefilled ({self.reason})"
         ]
-        lines += [
-            f"  {s.level} {s.kind:<9} {s.reused:>5}/{s.tokens:<5} {s.outcome:<9} {s.reason}"
-            + (f"  {s.label}" if s.label else "")
-            for s in self.segments
-        ]
-        return "\n".join(lines)
+        if self.gate is not None:
+            compared = "" if self.similarity is None else f", similarity {self.similarity:.2f}"
+            repaired = "" if self.repair is None else f", repaired by {self.repair}"
+            lines.append(f"  gate: {self.gate}{compared}{repaired}")
+        return "\n".join([*lines, *(f"  {s}" for s in self.segments)])
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

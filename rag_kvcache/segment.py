@@ -62,6 +62,11 @@ class Reason(StrEnum):
     LAST_TOKEN = "last_token"  #: all cached; the last token is run again to get its logits
     FIRST_SEEN = "first_seen"  #: never seen, or no longer cached
     OTHER_PREFIX = "other_prefix"  #: cached, but behind other text
+    MOVED = "moved"  #: cached behind other text: re-positioned, the most important tokens computed anew
+    BEHIND_MOVED = "behind_moved"  #: computed behind re-positioned KV: an approximation, so not stored
+    NOT_ALLOWED = "not_allowed"  #: could have been moved, but the gate knows no similar earlier question
+    NOT_MOVABLE = "not_movable"  #: cached behind other text, and this model's keys cannot be moved
+    DRIFTING = "drifting"  #: could have been moved, but answers drifted too far lately
     QUESTION = "question"  #: a question is never stored
     QUESTION_FIRST = "question_first"  #: the question stands before the documents
     NO_DOCUMENT_FOUND = "no_document_found"  #: no known document stands in the prompt

@@ -9,8 +9,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rag_kvcache.errors import ConfigurationError
 
-Reuse = Literal["exact", "off"]
+Reuse = Literal["exact", "gated", "always", "off"]
 LevelName = Literal["static", "document"]
+RepairName = Literal["auto", "none", "first_k", "deviation", "profile", "two_pass"]
 
 
 class Settings(BaseSettings):
@@ -19,7 +20,14 @@ class Settings(BaseSettings):
     A keyword argument wins over the environment variable ``RAG_KVCACHE_<NAME>``, which wins over the
     default. Byte budgets take numbers or strings ("512MB", "2GiB").
 
-    reuse: "exact" (default) reuses cached prefixes; "off" runs plain transformers ``generate``.
+    reuse: "exact" (default) reuses cached prefixes. "gated" also reuses documents behind other text, which
+        makes answers approximations, where the gate knows a similar earlier question; "always" does so
+        for every question. "off" runs plain transformers ``generate``.
+    recompute_share: how much of each prompt's moved tokens is computed anew, 0 to 1; 1 is full prefill.
+    repair: how these are chosen (``blend/``). "auto": by the similar question's attention, else by this
+        one's ("two_pass").
+    gate_model / gate_threshold / gate_timeout_s: the sentence-transformers model of the gate (hub id or
+        folder), the cosine similarity that must be exceeded, and how long an embedding may take.
     tenant: the default tenant; a request may name another. Tenants never see each other's entries.
     max_bytes / max_entries / ttl_s: budget of L2 (documents, glue, history). LRU; entries expire
         ``ttl_s`` seconds after they were stored.
@@ -49,6 +57,11 @@ class Settings(BaseSettings):
     block_tokens: int = Field(64, ge=8)
     max_new_tokens: int = Field(256, gt=0)
     known_documents: int = Field(2048, ge=0)
+    recompute_share: float = Field(0.15, ge=0, le=1)
+    repair: RepairName = "auto"
+    gate_model: str = Field("sentence-transformers/all-MiniLM-L6-v2", min_length=1)
+    gate_threshold: float = Field(0.85, gt=0, le=1)
+    gate_timeout_s: float = Field(1.0, gt=0, le=3600)
 
     @classmethod
     def make(cls, **values: Any) -> Self:

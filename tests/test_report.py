@@ -59,6 +59,8 @@ class TestToDict:
             "outcome": "hit",
             "reason": "edge_tokens",
             "label": "kettle",
+            "moved_by": None,
+            "recomputed": 0,
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,21 +26,30 @@ def telling_layers(layers: int, full: Sequence[int] | None = None) -> tuple[int,
     return inside or (min(full, key=lambda layer: abs(layer - wanted[0])),)
 
 
-def attention_paid(
-    arena: Arena, queries: Mapping[int, torch.Tensor], tokens: int, scaling: float | None = None
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Asked:
+    """One layer's queries [1, heads, asking, dim] of a prompt's last tokens, positions applied.
+
+    scaling: of the scores; None is ``dim ** -0.5``.
+    """
+
+    queries: torch.Tensor
+    scaling: float | None = None
+
+
+def attention_paid(arena: Arena, asked: Mapping[int, Asked], tokens: int) -> torch.Tensor:
     """Attention that the last tokens of a prompt pay to each of its ``tokens``, float32 [tokens].
 
     Computed anew from a few layers' queries and the cached keys, one KV head at a time: no attention matrix
     of the whole prompt ever exists, and attention itself can stay the fast kind. The mean over layers, heads
     and queries: all tokens together get 1.
 
-    queries: layer -> [1, heads, asking, dim] of the last ``asking`` tokens, positions applied.
-    scaling: of the scores; by default ``dim ** -0.5``.
+    asked: layer -> queries of the last tokens.
     """
     total = torch.zeros(tokens, dtype=torch.float32)
-    asked = 0
-    for layer, query in queries.items():
+    count = 0
+    for layer, asking_layer in asked.items():
+        query, scaling = asking_layer.queries, asking_layer.scaling
         keys = arena.layer(layer)[0][:, :tokens]
         _, heads, asking, dim = query.shape
         groups = heads // keys.shape[0]
@@ -49,8 +59,8 @@ def attention_paid(
             scores = folded @ key.to(torch.float32).T * (dim**-0.5 if scaling is None else scaling)
             paid = scores.masked_fill_(ahead, float("-inf")).softmax(-1)
             total += paid.sum(dim=(0, 1)).cpu()
-        asked += heads * asking
-    return total / max(1, asked)
+        count += heads * asking
+    return total / max(1, count)
 
 
 def highest(scores: torch.Tensor, among: torch.Tensor, share: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from rag_kvcache.engine import default_prompt, worker
 from rag_kvcache.engine.account import Ledger
 from rag_kvcache.engine.memory import Memory
+from rag_kvcache.engine.partial import Partial
 from rag_kvcache.engine.pipeline import Pipeline
 from rag_kvcache.engine.request import (
     AnswerOptions,
@@ -27,7 +28,8 @@ from rag_kvcache.engine.request import (
     check_tenant,
 )
 from rag_kvcache.engine.worker import Emit
-from rag_kvcache.errors import EngineClosedError, InvalidTypeError, RequestError
+from rag_kvcache.errors import EngineClosedError, InvalidTypeError, RequestError, UnsupportedModelError
+from rag_kvcache.gate import Gate, SbertGate
 from rag_kvcache.keys import framed_digest
 from rag_kvcache.model.language_model import LanguageModel
 from rag_kvcache.model.load import load
@@ -49,9 +51,13 @@ class Engine:
     ids; a fault of the cache changes the report, never the answer. Safe to call from many threads; one
     generation runs at a time per model object. The model and the tokenizer are left as they were.
 
-    ``settings`` or keyword arguments of ``Settings`` (which win) configure it.
+    ``settings`` or keyword arguments of ``Settings`` (which win) configure it. ``gate`` decides in mode
+    "gated" which questions may reuse documents behind other text; by default an ``SbertGate`` is made from
+    the settings. A gate that is given is closed with the engine.
 
-    Raises ConfigurationError for wrong settings, UnsupportedModelError for a model that is no decoder.
+    Raises ConfigurationError for wrong settings, UnsupportedModelError for a model that is no decoder or,
+    with reuse="always", one whose keys cannot be moved, MissingExtraError for reuse="gated" without
+    sentence-transformers.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Engine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        gate: Gate | None = None,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> None:
@@ -67,12 +74,37 @@ class Engine:
         self._language_model = LanguageModel(model)
         self._words = PromptTokenizer(tokenizer)
         self._memory = Memory(self.settings, self._words.fingerprint)
-        self._pipeline = Pipeline(self._language_model, self._words, self._memory, self.settings)
+        self._partial = Partial(self._language_model, self._gate(gate), self.settings)
+        self._pipeline = Pipeline(
+            self._language_model, self._words, self._memory, self.settings, self._partial
+        )
         self._ledger = Ledger()
         self._closed = Event()
         self.model_name = self._language_model.name
         if self._language_model.geometry is None and self.settings.reuse != "off":
             _log.warning("%s runs uncached: %s", self.model_name, self._language_model.support_reason)
+
+    def _gate(self, given: Gate | None) -> Gate | None:
+        """The gate, where these settings need one; the model is tried out where they move its keys."""
+        if self.settings.reuse not in ("gated", "always"):
+            return given
+        with self._language_model.lock:
+            moves = self._language_model.moves
+        if moves.rotations is None:
+            if self.settings.reuse == "always":
+                raise UnsupportedModelError(
+                    f"reuse='always' needs a model whose cached keys can be moved, and {moves.reason}: use "
+                    f"reuse='exact', or 'gated', which then falls back to exact reuse"
+                )
+            _log.warning("documents are reused as exact prefixes only: %s", moves.reason)
+        if given is not None or self.settings.reuse == "always":
+            return given
+        return SbertGate(
+            self.settings.gate_threshold,
+            self.settings.gate_model,
+            self.settings.gate_timeout_s,
+            self.settings.ttl_s,
+        )
 
     @classmethod
     def from_pretrained(
@@ -88,6 +120,7 @@ class Engine:
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
+        gate: Gate | None = None,
         settings: Settings | None = None,
         **overrides: Any,
     ) -> Self:
@@ -110,7 +143,7 @@ class Engine:
             tokenizer_kwargs=tokenizer_kwargs,
         )
         own = words if tokenizer is None or isinstance(tokenizer, str | Path) else tokenizer
-        engine = cls(weights, own, settings=checked)
+        engine = cls(weights, own, gate=gate, settings=checked)
         engine.model_name = str(model)
         return engine
 
@@ -140,7 +173,7 @@ class Engine:
         documents: Documents or strings that may stand in the prompt; without any, texts seen before are
             looked for.
         question: what is asked, if known; it is kept out of the cache.
-        tenant: whose cache to use. reuse: "exact" or "off".
+        tenant: whose cache to use. reuse: "exact", "gated", "always" or "off", instead of the engine's.
         max_new_tokens, temperature (0 is greedy), top_p, seed: beat the model's own generation config,
             which decides what is not given. stop: strings to end before. generate_kwargs: further
             ``GenerationConfig`` fields.
@@ -241,7 +274,12 @@ class Engine:
         if not isinstance(target, Document | str):
             kind = type(target).__name__
             raise InvalidTypeError(f"invalidate takes a Document, a text or an id, not {kind}")
-        return self._memory.invalidate(None if target == "all" else target, who)
+        if target == "all":
+            self._partial.forget(who)
+            return self._memory.invalidate(None, who)
+        for digest in self._memory.text_digests(target, who):
+            self._partial.forget(who, digest)
+        return self._memory.invalidate(target, who)
 
     def refresh(self) -> None:
         """Weights were changed behind torch's back (through ``.data``): take the fingerprint again."""
@@ -261,6 +299,7 @@ class Engine:
         self._closed.set()
         with self._language_model.lock:
             self._memory.close()
+            self._partial.close()
             self._language_model.give_back(None)
 
     def __enter__(self) -> Self:
@@ -271,6 +310,8 @@ class Engine:
 
     def _job(self, request: Request) -> worker.Job:
         self._check_open()
+        if request.reuse == "gated" and self._partial.gate is None:
+            raise RequestError("this engine has no gate: make it with reuse='gated' or gate=")
         return partial(self._run, request)
 
     def _run(self, request: Request, emit: Emit, cancelled: Event) -> Generation | None:

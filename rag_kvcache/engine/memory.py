@@ -102,6 +102,19 @@ class Memory:
                 return self.levels.discard(lambda e: e.tenant in (tenant, self._scope(tenant)))
             return self._drop_document(target, tenant)
 
+    def text_digests(self, target: Document | str, tenant: str) -> set[bytes]:
+        """The texts that a document, a text or an id stands for, as far as they are known, by digest."""
+        if isinstance(target, Document):
+            return {text_digest(target.text)} | self._labelled(target.id, tenant)
+        return {text_digest(target)} | self._labelled(target, tenant)
+
+    def _labelled(self, label: str | None, tenant: str) -> set[bytes]:
+        found: set[bytes] = set()
+        if label is not None:
+            found.update(text_digest(text) for text in self.documents.labelled(label, tenant))
+            self.levels.discard(lambda e: _note_labelled(e, label, tenant, found))
+        return found
+
     def _drop_document(self, target: Document | str, tenant: str) -> int:
         text, label = (target.text, target.id) if isinstance(target, Document) else (target, target)
         self.documents.forget(tenant, text=text, label=label)
@@ -161,6 +174,13 @@ class Memory:
     def _static_of(self, tenant: str) -> StaticPrefixes:
         with self._lock:
             return self._statics.setdefault(self._scope(tenant), StaticPrefixes())
+
+
+def _note_labelled(entry: Entry, label: str, tenant: str, into: set[bytes]) -> bool:
+    """Notes the texts of this label that an entry holds or stands behind, and lets it stay."""
+    if entry.tenant == tenant:
+        into.update(d.text_digest for d in entry.documents if d.label == label)
+    return False
 
 
 def _is_static(key: bytes, entry: Entry) -> bool:

@@ -8,6 +8,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from rag_kvcache.engine.memory import Memory
+from rag_kvcache.engine.partial import Attempt, Partial
 from rag_kvcache.engine.plan import Plan, Planner, prefill_all
 from rag_kvcache.engine.request import Request
 from rag_kvcache.engine.watch import Watch
@@ -30,10 +31,16 @@ class Pipeline:
     """Serves requests on one model, one at a time; see ``run``."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: PromptTokenizer, memory: Memory, settings: Settings
+        self,
+        model: LanguageModel,
+        tokenizer: PromptTokenizer,
+        memory: Memory,
+        settings: Settings,
+        partial: Partial,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._memory, self._settings = memory, settings
+        self._partial = partial
         self.window = model.context_window(tokenizer.limit)
 
     def run(self, request: Request, emit: Emit, cancelled: Event) -> Generation | None:
@@ -43,6 +50,7 @@ class Pipeline:
         """
         started = time.perf_counter()
         prompt = self._read(request)
+        attempt = self._partial.attempt(request, prompt)
         config = self._decoding(request, len(prompt.ids))
         watch = Watch(self._tokenizer.decode, request.stop, self._model.eos_ids(config), emit, cancelled)
         with self._model.lock:
@@ -52,16 +60,22 @@ class Pipeline:
             refusal = self._refusal(request.reuse, config, len(prompt.ids))
             if refusal is None:
                 planner = self._planner(request.tenant)
-                plan = self._plan(planner, prompt, request.tenant)
-                plan, arena = self._placed_or_empty(plan, len(prompt.ids) + (config.max_new_tokens or 0))
-                self._model.generate(prompt.ids, arena, config, request.seed, watch.on_token)
+                static = self._memory.static_cuts(planner, prompt.ids, prompt.layout, request.tenant)
+                plan = planner.plan(prompt.ids, prompt.segments(static))
+                plan = attempt.widened(plan, planner, static[-1] if static else prompt.layout.head)
+                capacity = len(prompt.ids) + (config.max_new_tokens or 0)
+                plan, arena = self._placed_or_empty(plan, capacity, attempt)
+                self._model.generate(
+                    prompt.ids, arena, config, request.seed, watch.on_token, attempt.listener
+                )
                 plan = self._memory.store(plan, planner, prompt.ids, arena, request.tenant)
+                attempt.learn(arena)
                 self._model.give_back(arena)
             else:
                 plan = prefill_all(prompt.segments(), refusal)
                 self._model.generate(prompt.ids, None, config, request.seed, watch.on_token)
         watch.close()
-        return _account(request, prompt, plan, watch, started)
+        return _account(request, prompt, plan, attempt, watch, started)
 
     def warm(
         self, prompt: str | Sequence[Mapping[str, Any]], document: Document, tenant: str
@@ -136,11 +150,6 @@ class Pipeline:
         size = 0 if geometry is None else geometry.bytes_per_token
         return self._memory.planner(self._model.fingerprint, tenant, size)
 
-    def _plan(self, planner: Planner, prompt: ReadPrompt, tenant: str) -> Plan:
-        """Decide for each segment: exact reuse or prefill, and why."""
-        static = self._memory.static_cuts(planner, prompt.ids, prompt.layout, tenant)
-        return planner.plan(prompt.ids, prompt.segments(static))
-
     def _placed(self, plan: Plan, capacity: int) -> Arena:
         """A new arena that holds what the plan reuses."""
         arena = self._model.new_arena(capacity)
@@ -149,17 +158,23 @@ class Pipeline:
                 arena.place(step.entry.planes, step.reused)
         return arena
 
-    def _placed_or_empty(self, plan: Plan, capacity: int) -> tuple[Plan, Arena]:
-        """``_placed``; where a copy fails, an empty arena and a plan that reuses nothing."""
+    def _placed_or_empty(self, plan: Plan, capacity: int, attempt: Attempt) -> tuple[Plan, Arena]:
+        """``_placed``, with moved documents too, and what of them to compute anew chosen.
+
+        Where that fails, an empty arena and a plan that reuses nothing.
+        """
         try:
-            return plan, self._placed(plan, capacity)
+            arena = self._placed(plan, capacity)
+            return attempt.moved_into(arena, plan), arena
         except Exception as e:
             self._memory.levels.fault("place", e)
             refused = prefill_all([step.segment for step in plan.steps], Reason.STORE_FAULT)
             return refused, self._model.new_arena(capacity)
 
 
-def _account(request: Request, prompt: ReadPrompt, plan: Plan, watch: Watch, started: float) -> Generation:
+def _account(
+    request: Request, prompt: ReadPrompt, plan: Plan, attempt: Attempt, watch: Watch, started: float
+) -> Generation:
     """The answer with its report."""
     tokens, answer = len(prompt.ids), watch.answer
     report = Report(
@@ -171,6 +186,9 @@ def _account(request: Request, prompt: ReadPrompt, plan: Plan, watch: Watch, sta
         mode=request.reuse,
         reason=_reason(request, prompt, plan),
         segments=tuple(step.report() for step in plan.steps),
+        gate=None if attempt.decision is None else str(attempt.decision.reason),
+        similarity=None if attempt.decision is None else attempt.decision.similarity,
+        repair=attempt.repaired_by if plan.moved else None,
     )
     usage = Usage(tokens, len(answer.token_ids), plan.reused)
     return Generation(answer.text, answer.token_ids, watch.finish_reason, usage, report)

@@ -18,10 +18,26 @@ _FLUID = (SegmentKind.STATIC, SegmentKind.GLUE)  # kinds whose borders move as p
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Tokens [first, first + tokens) of ``entry`` stand at positions [at, at + tokens) of this prompt.
+
+    distance: positions their keys are moved by. recomputed: how many are computed anew after all.
+    """
+
+    entry: Entry
+    first: int
+    at: int
+    tokens: int
+    distance: int
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
 class Step:
     """One segment's part in the plan.
 
-    reused: tokens taken from ``entry``. store: keep the segment's KV once it is computed.
+    reused: tokens taken from the cache: from ``entry``, which was computed at this place, or as ``moved``
+    says from one that was computed elsewhere. store: keep the segment's KV once it is computed.
     prefix_digest, key, documents: what its entry is, or would be, stored with.
     """
 
@@ -33,24 +49,45 @@ class Step:
     prefix_digest: bytes = b""
     key: bytes = b""
     documents: tuple[DocumentRef, ...] = ()
+    moved: Moved | None = None
 
     def report(self) -> SegmentReport:
         """The step as the user sees it."""
-        if self.entry is not None:
-            outcome = Outcome.HIT
+        if self.moved is not None:
+            outcome, distance, recomputed = Outcome.MOVED, self.moved.distance, self.moved.recomputed
         else:
-            outcome = Outcome.BUILT if self.store else Outcome.PREFILLED
+            built = Outcome.BUILT if self.store else Outcome.PREFILLED
+            outcome, distance, recomputed = built if self.entry is None else Outcome.HIT, None, 0
         s = self.segment
-        label = None if s.document is None else s.document.id
-        return SegmentReport(s.kind, level_of(s.kind), s.tokens, self.reused, outcome, self.reason, label)
+        return SegmentReport(
+            kind=s.kind,
+            level=level_of(s.kind),
+            tokens=s.tokens,
+            reused=self.reused,
+            outcome=outcome,
+            reason=self.reason,
+            label=None if s.document is None else s.document.id,
+            moved_by=distance,
+            recomputed=recomputed,
+        )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in prompt order. Those with an entry come first: exact reuse is a prefix."""
+    """Steps in prompt order. Those with an entry come first: exact reuse is a prefix. Moved ones follow."""
 
     steps: tuple[Step, ...]
     reason: Reason
+
+    @property
+    def exact(self) -> int:
+        """Length of the prefix that is reused exactly."""
+        return sum(step.reused for step in self.steps if step.moved is None)
+
+    @property
+    def moved(self) -> tuple[tuple[Segment, Moved], ...]:
+        """The documents that are reused behind other text."""
+        return tuple((step.segment, step.moved) for step in self.steps if step.moved is not None)
 
     @property
     def reused(self) -> int:

@@ -164,6 +164,11 @@ class Arena:
         return self._planes
 
     @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    @property
     def length(self) -> int:
         """Tokens filled, the same in all layers."""
         return self._layers[0].length
@@ -197,6 +202,11 @@ class Arena:
                 ]
                 for run in _strides(keys):
                     rotation.turn_into(to[run], source[run], distance)
+
+    def rewind(self, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens."""
+        for layer in self._layers:
+            layer.length, layer.awaited = tokens, None
 
     def await_slots(self, slots: torch.Tensor, total: int) -> None:
         """Tokens [0, total) are filled but for ``slots`` [n] (ascending), which the next forward computes."""

@@ -36,8 +36,9 @@ _OURS = {"sdpa": NAME, "eager": EAGER_NAME}
 _MAX_QUERIES = 128  # from here on repeating the mask costs more than repeating keys and values
 
 
-Listener = Callable[[int, torch.Tensor], None]
-"""Gets a layer's index and its queries [1, heads, queries, dim] with positions. May raise to end the run."""
+Listener = Callable[[int, torch.Tensor, float | None], None]
+"""Gets a layer's index, its queries [1, heads, queries, dim] with positions applied, and the factor of its
+scores (None: ``dim ** -0.5``). May raise to end the run."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def grouped_attention(
     query: [batch, heads, queries, dim]; key, value: [batch, kv_heads, tokens, dim]; attention_mask:
     [batch, 1, queries, tokens] or None. Returns [batch, queries, heads, dim].
     """
-    _tell(module, query)
+    _tell(module, query, scaling)
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
     plain = dropout == 0.0 and kwargs.get("position_bias") is None
@@ -95,14 +96,14 @@ def grouped_attention(
 
 def eager_attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """The eager attention of the model's own file (soft-capped scores of Gemma 2 and the like)."""
-    _tell(module, query)
+    _tell(module, query, kwargs.get("scaling"))
     return sys.modules[type(module).__module__].eager_attention_forward(module, query, *args, **kwargs)
 
 
-def _tell(module: nn.Module, query: torch.Tensor) -> None:
+def _tell(module: nn.Module, query: torch.Tensor, scaling: float | None) -> None:
     listen = _WATCHED.get().listen
     if listen is not None:
-        listen(int(module.layer_idx), query)  # type: ignore[arg-type]
+        listen(int(module.layer_idx), query, scaling)  # type: ignore[arg-type]
 
 
 def _positioned(make: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:

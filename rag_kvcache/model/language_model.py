@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from rag_kvcache.errors import ConfigurationError, RequestError, UnsupportedModelError
 from rag_kvcache.keys import TokenIds
 from rag_kvcache.model.arena import Arena, Geometry
-from rag_kvcache.model.attention import Watched, faster_attention, watched_attention
+from rag_kvcache.model.attention import Listener, Watched, faster_attention, watched_attention
 from rag_kvcache.model.compat import cache_keyword
 from rag_kvcache.model.fingerprint import model_fingerprint, weights_version
 from rag_kvcache.model.guard import evaluating, lock_of, rope_restored
+from rag_kvcache.model.moves import Moves, find_moves
 from rag_kvcache.model.probe import probe
 from rag_kvcache.model.support import context_window, exact_limit
 
@@ -87,6 +88,23 @@ class LanguageModel:
         self.support_reason = probed.reason
         self.exact_limit = exact_limit(model.config)
         self._spare: Arena | None = None
+        self._moves: Moves | None = None
+
+    @property
+    def moves(self) -> Moves:
+        """Whether and how its cached keys can be moved; tried out when first asked for. Hold ``lock``."""
+        if self._moves is None:
+            if self.geometry is None:
+                self._moves = Moves(None, self.support_reason)
+            else:
+                self._moves = find_moves(self.model, self.geometry)
+        return self._moves
+
+    @property
+    def full_layers(self) -> tuple[int, ...] | None:
+        """The layers whose attention sees the whole prompt; None when all do."""
+        types = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None)
+        return None if types is None else tuple(i for i, t in enumerate(types) if t == "full_attention")
 
     @property
     def name(self) -> str:
@@ -186,12 +204,14 @@ class LanguageModel:
         config: GenerationConfig,
         seed: int | None,
         on_token: OnToken,
+        listen: Listener | None = None,
     ) -> None:
         """Run transformers' ``generate`` on the whole ``ids`` [tokens], continuing what ``arena`` holds.
 
         Without an arena it runs as transformers would by itself, with a cache of its own. An arena that
         awaits slots (``Arena.await_slots``) gets exactly these computed by the first forward; the last token
-        must be one of them, and the model's attention one that can be watched.
+        must be one of them. ``listen`` hears every layer of every forward. Both need an attention that can
+        be watched (``moves``).
         """
         device = self.model.device
         inputs = torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0).to(device)
@@ -199,9 +219,10 @@ class LanguageModel:
         tap = _Tap(on_token)
         rope = nullcontext() if self.exact_limit is None else rope_restored(self.model)
         attention = nullcontext() if arena is None else faster_attention(self.model)
-        if arena is not None and arena.awaited is not None:
-            kwargs |= self._scattered(inputs, arena.awaited)
-            attention = watched_attention(self.model, Watched(positions=lambda: arena.awaited))
+        if arena is not None and (arena.awaited is not None or listen is not None):
+            if arena.awaited is not None:
+                kwargs |= self._scattered(inputs, arena.awaited)
+            attention = watched_attention(self.model, Watched(lambda: arena.awaited, listen))
         with evaluating(self.model), rope, attention, _seeded(seed, device):
             try:
                 out = self.model.generate(  # type: ignore[operator]
@@ -235,6 +256,49 @@ class LanguageModel:
             embedded = self.model.get_input_embeddings()(inputs[:, order])
         return {"inputs_embeds": embedded, "position_ids": order[None]}
 
+    def look(
+        self, ids: TokenIds, arena: Arena, slots: torch.Tensor, layers: Sequence[int]
+    ) -> dict[int, tuple[torch.Tensor, float | None]]:
+        """Run the model on the positions ``slots`` of ``ids`` only as far as the last of ``layers``.
+
+        All other positions must be in ``arena``, whose KV of ``slots`` is overwritten up to there. Returns
+        these layers' queries [1, heads, slots, dim] with the factor of their scores.
+        """
+        heard: dict[int, tuple[torch.Tensor, float | None]] = {}
+
+        def listen(layer: int, queries: torch.Tensor, scaling: float | None) -> None:
+            if layer in layers:
+                heard[layer] = queries, scaling
+            if layer == max(layers):
+                raise _Enough
+
+        with suppress(_Enough):
+            self.forward(ids, arena, slots, listen)
+        arena.await_slots(slots, len(ids))
+        return heard
+
+    def forward(
+        self, ids: TokenIds, arena: Arena, slots: torch.Tensor, listen: Listener | None = None, keep: int = 1
+    ) -> torch.Tensor:
+        """Logits [keep, vocabulary] of the last of the positions ``slots`` of ``ids``, which are computed.
+
+        All other positions must be in ``arena``.
+        """
+        arena.await_slots(slots, len(ids))
+        where = slots.to(self.model.device)
+        inputs = torch.from_numpy(np.ascontiguousarray(ids)).unsqueeze(0).to(self.model.device)
+        watched = Watched(lambda: arena.awaited, listen)
+        with evaluating(self.model), watched_attention(self.model, watched):
+            out = self.model(
+                inputs_embeds=self.model.get_input_embeddings()(inputs[:, where]),
+                position_ids=where[None],
+                attention_mask=torch.ones_like(inputs),
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self._cache_keyword: arena.cache},
+            )
+        return out.logits[0, -keep:]  # type: ignore[no-any-return]
+
     def prefill(self, ids: TokenIds, arena: Arena) -> None:
         """Fill ``arena`` with the KV of ``ids`` [tokens], of which it already holds a beginning.
 
@@ -242,6 +306,10 @@ class LanguageModel:
         """
         greedy = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
         self.generate(ids, arena, greedy, None, lambda token: True)
+
+
+class _Enough(Exception):
+    """Ends a forward that has been far enough. No error of the model's, so never seen outside."""
 
 
 def _listed(ids: Any) -> list[Any]:

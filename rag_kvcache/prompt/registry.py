@@ -39,6 +39,12 @@ class KnownDocuments:
             shelf = self._tenants.get(tenant)
             return Locator(()) if shelf is None else shelf.locator()
 
+    def labelled(self, label: str, tenant: str) -> tuple[str, ...]:
+        """The texts known under an id."""
+        with self._lock:
+            shelf = self._tenants.get(tenant)
+            return () if shelf is None else shelf.labelled(label)
+
     def forget(self, tenant: str, *, text: str | None = None, label: str | None = None) -> None:
         """Forget the documents with this text or id; without either, all of the tenant's."""
         with self._lock:
@@ -74,6 +80,9 @@ class _Shelf:
         for document in gone:
             del self._documents[document.text]
         self._locator = None if gone else self._locator
+
+    def labelled(self, label: str) -> tuple[str, ...]:
+        return tuple(d.text for d in self._untouched() if d.id == label)
 
     def _untouched(self) -> list[Document]:
         """All documents; unlike ``values``, which makes what it visits the most recently used."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rag_kvcache.blend.score import attention_paid, highest, telling_layers
+from rag_kvcache.blend.score import Asked, attention_paid, highest, telling_layers
 from rag_kvcache.model.attention import Watched, watched_attention
 from rag_kvcache.model.compat import cache_keyword
 from rag_kvcache.model.language_model import LanguageModel
@@ -15,14 +15,14 @@ from tests.tiny import tiny_model
 TOKENS, ASKING = 40, 5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "llama_yarn"])
 def test_it_is_the_attention_the_model_pays(family: str) -> None:
     lm = LanguageModel(tiny_model(family))
     ids = np.random.default_rng(0).integers(3, 500, TOKENS)
     arena, heard = lm.new_arena(TOKENS), {}
 
-    def listen(layer: int, query: torch.Tensor) -> None:
-        heard[layer] = query[:, :, -ASKING:].clone()
+    def listen(layer: int, query: torch.Tensor, scaling: float | None) -> None:
+        heard[layer] = Asked(query[:, :, -ASKING:].clone(), scaling)
 
     with lm.lock, torch.no_grad(), watched_attention(lm.model, Watched(listen=listen)):
         lm.model(torch.from_numpy(ids)[None], use_cache=True, **{cache_keyword(): arena.cache})

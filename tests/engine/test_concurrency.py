@@ -80,8 +80,8 @@ def test_a_generation_that_fails_stores_nothing(monkeypatch: pytest.MonkeyPatch)
     engine = make()
     generate = engine._language_model.generate
 
-    def failing(ids: Any, arena: Any, config: Any, seed: Any, on_token: Any) -> None:
-        generate(ids, arena, config, seed, on_token)
+    def failing(*args: Any) -> None:
+        generate(*args)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine._language_model, "generate", failing)

@@ -115,7 +115,7 @@ def test_a_listener_gets_every_layers_queries_and_may_end_the_run() -> None:
 
     heard: list[tuple[int, Any]] = []
 
-    def listen(layer: int, query: torch.Tensor) -> None:
+    def listen(layer: int, query: torch.Tensor, scaling: float | None) -> None:
         heard.append((layer, tuple(query.shape)))
         if layer == 1:
             raise Enough

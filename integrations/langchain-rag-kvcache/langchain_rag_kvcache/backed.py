@@ -64,7 +64,7 @@ class EngineBacked(BaseModel):
     """Whose cache to use; the engine's setting when None."""
 
     reuse: Reuse | None = None
-    """"exact" or "off"; the engine's setting when None."""
+    """"exact", "gated", "always" or "off"; the engine's setting when None."""
 
     generate_kwargs: dict[str, Any] | None = None
     """Further fields of transformers' ``GenerationConfig``, such as ``repetition_penalty``."""

@@ -15,7 +15,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -44,7 +44,7 @@ from llama_index.llms.rag_kvcache.retrieved import SpanLog, register, retrieved_
 from rag_kvcache.errors import ConfigurationError, InvalidTypeError, RequestError
 from rag_kvcache.report import Chunk, Generation, WarmReport
 from rag_kvcache.segment import Document
-from rag_kvcache.settings import Settings
+from rag_kvcache.settings import Reuse, Settings
 
 if TYPE_CHECKING:
     from rag_kvcache.engine import Engine
@@ -129,7 +129,7 @@ class RAGKVCacheLLM(CustomLLM):
     )
     is_chat_model: bool = Field(description="Whether prompts are sent as chat messages.")
     tenant: str | None = Field(default=None, description="Whose cache entries to use, unless a call says.")
-    reuse: Literal["exact", "off"] | None = Field(default=None, description="Reuse mode, unless a call says.")
+    reuse: Reuse | None = Field(default=None, description="Reuse mode, unless a call says.")
     temperature: float | None = Field(
         default=None, ge=0, description="0 is greedy; None leaves it to the model and generate_kwargs."
     )
@@ -166,7 +166,7 @@ class RAGKVCacheLLM(CustomLLM):
         *,
         engine: Engine | None = None,
         tenant: str | None = None,
-        reuse: Literal["exact", "off"] | None = None,
+        reuse: Reuse | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int | None = None,
